@@ -9,6 +9,7 @@
 #include <cuda_fp16.h>
 #endif
 
+#ifdef __CUDACC_RTC__  // NVRTC has no <cstdint>
 typedef signed char int8_t;
 typedef unsigned char uint8_t;
 typedef short int16_t;
@@ -16,6 +17,9 @@ typedef unsigned short uint16_t;
 typedef unsigned int uint32_t;
 typedef long long int64_t;
 typedef unsigned long long uint64_t;
+#else
+#include <cstdint>
+#endif
 
 constexpr int kWarp = 32;
 constexpr unsigned kFull = 0xffffffffu;
