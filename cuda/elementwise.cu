@@ -1,0 +1,48 @@
+// What the unfused path does between matrices.
+// swiglu:   y = silu(gate) * up, as q8 activations and/or float32.   gate, up (T, K) float, row
+//           stride `stride` floats;   qs (T, Kp), ds (T, Kp/32), y (T, K); null: not written
+// quantize: the same for a row as it is (y = x).
+// add:      out = a + b
+// Launch  swiglu, quantize: grid = (ceil(Kp/1024), T), block = 256, four values a thread.
+//         add: grid = ceil(n/1024), block = 256.   Bytes: each input and output once.
+#include "q8.cuh"
+
+template <bool Gated>
+__device__ void quantize_row(const float* gate, const float* up, int stride, int8_t* qs, GroupScale* ds, float* y, int k) {
+    const int padded = ceil_div(k, 128) * 128, i = (blockIdx.x * blockDim.x + threadIdx.x) * 4;
+    const int64_t row = blockIdx.y;
+    float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (i < k) {
+        v = *reinterpret_cast<const float4*>(gate + row * stride + i);
+        if constexpr (Gated) {
+            float4 u = *reinterpret_cast<const float4*>(up + row * stride + i);
+            v = make_float4(swiglu_value(v.x, u.x), swiglu_value(v.y, u.y), swiglu_value(v.z, u.z),
+                            swiglu_value(v.w, u.w));
+        }
+        if (y) *reinterpret_cast<float4*>(y + row * k + i) = v;
+    }
+    if (qs) quantize4(v, i, i < padded, qs + row * padded, ds + row * (padded / 32));
+}
+
+__global__ void __launch_bounds__(256) swiglu(const float* gate, const float* up, int stride, int8_t* qs, GroupScale* ds, float* y, int k) {
+    pdl_trigger();
+    pdl_wait();
+    quantize_row<true>(gate, up, stride, qs, ds, y, k);
+}
+
+__global__ void __launch_bounds__(256) quantize(const float* x, int8_t* qs, GroupScale* ds, int k) {
+    pdl_trigger();
+    pdl_wait();
+    quantize_row<false>(x, nullptr, k, qs, ds, nullptr, k);
+}
+
+__global__ void __launch_bounds__(256) add(const float* a, const float* b, float* out, int64_t n) {
+    pdl_trigger();
+    pdl_wait();
+    int64_t i = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * 4;
+    if (i < n) {
+        float4 u = *reinterpret_cast<const float4*>(a + i), v = *reinterpret_cast<const float4*>(b + i);
+        *reinterpret_cast<float4*>(out + i) =
+            make_float4(__fadd_rn(u.x, v.x), __fadd_rn(u.y, v.y), __fadd_rn(u.z, v.z), __fadd_rn(u.w, v.w));
+    }
+}

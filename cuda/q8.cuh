@@ -1,0 +1,44 @@
+// Layout 1 (ARCHITECTURE.md): float32 rows to int8 with one scale per 32 values.
+#pragma once
+#include "common.cuh"
+
+// Quantises four consecutive values per lane: lanes 8i..8i+7 of a warp hold the 32 values of one
+// group in order. `k` is the index of v.x in its row, `valid` false stores nothing; all 32 lanes
+// must call. q = rint(x / amax * 127), d = amax / 127: dividing by amax first keeps rows of 1e-38
+// finite. A group with a NaN gets d = NaN, so that it is reported and not lost.
+__device__ inline void quantize4(float4 v, int k, bool valid, int8_t* qs_row, GroupScale* ds_row) {
+    float amax = fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
+    int nan = v.x != v.x || v.y != v.y || v.z != v.z || v.w != v.w;
+#pragma unroll
+    for (int m = 1; m < 8; m <<= 1) {
+        amax = fmaxf(amax, __shfl_xor_sync(kFull, amax, m));
+        nan |= __shfl_xor_sync(kFull, nan, m);
+    }
+    int q[4] = {0, 0, 0, 0};
+    if (amax > 0.0f) {
+        q[0] = __float2int_rn(__fmul_rn(__fdiv_rn(v.x, amax), 127.0f));
+        q[1] = __float2int_rn(__fmul_rn(__fdiv_rn(v.y, amax), 127.0f));
+        q[2] = __float2int_rn(__fmul_rn(__fdiv_rn(v.z, amax), 127.0f));
+        q[3] = __float2int_rn(__fmul_rn(__fdiv_rn(v.w, amax), 127.0f));
+    }
+    int sum = q[0] + q[1] + q[2] + q[3];
+    sum += __shfl_xor_sync(kFull, sum, 1);
+    sum += __shfl_xor_sync(kFull, sum, 2);
+    int other = __shfl_xor_sync(kFull, sum, 4);  // lanes 0-3 of the group hold values 0-15
+    if (!valid) return;
+    uint32_t word = (q[0] & 0xff) | (q[1] & 0xff) << 8 | (q[2] & 0xff) << 16 |
+                    static_cast<uint32_t>(q[3] & 0xff) << 24;
+    *reinterpret_cast<uint32_t*>(qs_row + (k & ~127) + q8_offset(k & 127)) = word;
+    if ((k & 31) == 0) {
+        GroupScale s;
+        s.d = nan ? __int_as_float(0x7fffffff) : __fdiv_rn(amax, 127.0f);
+        s.lo = static_cast<int16_t>(sum);
+        s.hi = static_cast<int16_t>(other);
+        ds_row[k >> 5] = s;
+    }
+}
+
+// silu(gate) * up, the one formula of the fused and the unfused path.
+__device__ inline float swiglu_value(float gate, float up) {
+    return __fmul_rn(__fdiv_rn(gate, __fadd_rn(1.0f, expf(-gate))), up);
+}
