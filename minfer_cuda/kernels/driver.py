@@ -1,0 +1,135 @@
+"""The calls of the CUDA driver that we make, each checked. A test puts a fake in its place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from minfer_cuda.errors import DeviceError
+
+# These leave the context broken for good and come from work enqueued earlier (cuda.h, CUresult).
+STICKY = frozenset({700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 720, 999})
+
+
+class DriverFailure(Exception):
+    """A driver call that did not succeed, before it is told as an error of ours."""
+
+    def __init__(self, call: str, code: int, name: str):
+        super().__init__(f"{call}: {name} ({code})")
+        self.code = code
+        self.sticky = code in STICKY
+
+
+class Driver:
+    """cuda.bindings.driver (12 and 13) with Python types in and out."""
+
+    def __init__(self) -> None:
+        """Raises DeviceError when cuda-bindings, the driver library or a device is missing."""
+        try:
+            from cuda.bindings import driver
+        except ImportError as error:
+            raise DeviceError(
+                f"cuda-bindings is not usable ({error}): pip install cuda-bindings"
+            ) from error
+        self._api = driver
+        try:
+            self.call("cuInit", 0)
+        except DriverFailure as error:
+            raise DeviceError(f"no usable CUDA device: {error}. Try nvidia-smi") from error
+        except (RuntimeError, OSError) as error:
+            raise DeviceError("no NVIDIA driver found: install one, or use --device cpu") from error
+
+    def call(self, function: str, *args: Any) -> Any:
+        """The values of `function`, without its status. Raises DriverFailure."""
+        status, *values = getattr(self._api, function)(*args)
+        if int(status) != 0:
+            raise DriverFailure(function, int(status), status.name)
+        return values[0] if len(values) == 1 else values
+
+    def version(self) -> tuple[int, int]:
+        """The CUDA version that the driver supports: (12, 9)."""
+        number = self.call("cuDriverGetVersion")
+        return number // 1000, number % 1000 // 10
+
+    def device_count(self) -> int:
+        return self.call("cuDeviceGetCount")
+
+    def device_name(self, ordinal: int) -> str:
+        return self.call("cuDeviceGetName", 256, ordinal).rstrip(b"\0").decode()
+
+    def attribute(self, ordinal: int, name: str) -> int:
+        """`name` without its prefix: MULTIPROCESSOR_COUNT."""
+        attributes = self._api.CUdevice_attribute
+        return self.call(
+            "cuDeviceGetAttribute", getattr(attributes, f"CU_DEVICE_ATTRIBUTE_{name}"), ordinal
+        )
+
+    def primary_context(self, ordinal: int) -> Any:
+        return self.call("cuDevicePrimaryCtxRetain", ordinal)
+
+    def set_current(self, context: Any) -> None:
+        self.call("cuCtxSetCurrent", context)
+
+    def memory(self) -> tuple[int, int]:
+        """(free, total) bytes of the current context's device."""
+        free, total = self.call("cuMemGetInfo")
+        return free, total
+
+    def synchronize(self, stream: int) -> None:
+        self.call("cuStreamSynchronize", self._api.CUstream(stream))
+
+    def load(self, cubin: bytes, lowered_name: str) -> Any:
+        """The function of a module that stays loaded as long as the context lives."""
+        module = self.call("cuModuleLoadData", cubin)
+        return self.call("cuModuleGetFunction", module, lowered_name.encode())
+
+    def function_attribute(self, function: Any, name: str) -> int:
+        """`name` without its prefix: SHARED_SIZE_BYTES, MAX_THREADS_PER_BLOCK, NUM_REGS."""
+        attribute = getattr(self._api.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}")
+        return self.call("cuFuncGetAttribute", attribute, function)
+
+    def allow_shared(self, function: Any, size_bytes: int) -> None:
+        """Above 48 KB a kernel must be told how much dynamic shared memory it may have."""
+        attribute = self._api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        self.call("cuFuncSetAttribute", function, attribute, size_bytes)
+
+    def parameter_sizes(self, function: Any) -> tuple[int, ...] | None:
+        """Bytes of each parameter; None where the driver is older than 12.4 and cannot say."""
+        if self.version() < (12, 4):
+            return None
+        sizes: list[int] = []
+        while True:
+            try:
+                _, size = self.call("cuFuncGetParamInfo", function, len(sizes))
+            except DriverFailure as error:
+                if error.code == int(self._api.CUresult.CUDA_ERROR_INVALID_VALUE):
+                    return tuple(sizes)  # past the last one
+                raise
+            sizes.append(size)
+
+    def launch_config(
+        self,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        shared_bytes: int,
+        stream: int,
+        dependent: bool,
+    ) -> Any:
+        """What cuLaunchKernelEx takes; `dependent`: may start before its predecessor has ended."""
+        config = self._api.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = block
+        config.sharedMemBytes = shared_bytes
+        config.hStream = self._api.CUstream(stream)
+        if dependent:
+            kinds = self._api.CUlaunchAttributeID
+            attribute = self._api.CUlaunchAttribute()
+            attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config.attrs = [attribute]
+        return config
+
+    def launch(self, config: Any, function: Any, arguments: int) -> None:
+        """`arguments`: address of the array of pointers to the arguments."""
+        status = self._api.cuLaunchKernelEx(config, function, arguments, 0)[0]
+        if status != 0:
+            raise DriverFailure("cuLaunchKernelEx", int(status), status.name)
