@@ -331,9 +331,9 @@ class _Reader:
             return self.strings(key, count)
         if code is None:
             return [self.value(kind, key, depth) for _ in range(count)]
-        array = np.frombuffer(self.buffer, np.dtype("<" + code), count, self.pos)
+        values = struct.unpack_from(f"<{count}{code}", self.buffer, self.pos)
         self.pos += count * size
-        return array.tolist()
+        return list(values)
 
     def strings(self, key: str, count: int) -> list[str]:
         """As `string`, count times, in one tight loop: vocabularies have 300,000 of them."""

@@ -69,7 +69,8 @@ class QuantType:
 
 def _half(blocks: np.ndarray, at: int) -> np.ndarray:
     """The fp16 at byte `at` of each block, as float32 (n, 1)."""
-    return blocks[:, at : at + 2].copy().view(np.float16).astype(np.float32)
+    d: np.ndarray = blocks[:, at : at + 2].copy().view(np.float16).astype(np.float32)
+    return d
 
 
 def _shifted(values: np.ndarray, step: int, count: int, mask: int) -> np.ndarray:
@@ -260,11 +261,7 @@ REMOVED = {
 
 def by_name(name: str) -> QuantType:
     """The table's row of that name. KeyError for a name that it does not have."""
-    return next((q for q in QUANT_TYPES.values() if q.name == name), None) or _no_such(name)
-
-
-def _no_such(name: str) -> QuantType:
-    raise KeyError(f"no tensor type is named {name}")
+    return {q.name: q for q in QUANT_TYPES.values()}[name]
 
 
 def quant_type(type_id: int, tensor_name: str) -> QuantType:
