@@ -1,0 +1,202 @@
+// Attention, what a warp does: stage key tiles in shared memory, 16 query rows against a tile's keys,
+// running softmax. attention.cu has the shapes and the order of things.
+#pragma once
+
+#include "common.cuh"
+
+constexpr int kThreads = 128;
+constexpr int kKeys = 64;  // keys of a tile
+constexpr float kLog2e = 1.4426950408889634f;
+
+__device__ inline float minus_infinity() { return __uint_as_float(0xff800000u); }
+
+// What exponents are taken against: a row that has seen no key has no maximum, and all its weights
+// exp2(-inf - 0) are zero instead of exp2(-inf + inf) = NaN.
+__device__ inline float exponent_base(float top) { return top == minus_infinity() ? 0.0f : top; }
+
+__device__ inline uint32_t pack_half2(float low, float high) {
+    const uint32_t l = __half_as_ushort(__float2half_rn(low));
+    const uint32_t h = __half_as_ushort(__float2half_rn(high));
+    return l | h << 16;
+}
+
+// ---- staging ------------------------------------------------------------------------------------
+// Offset in halves of 8 values of a row: rows of 128 or 256 bytes with their 16-byte chunks swizzled,
+// so that the 8 rows of an 8x8 matrix lie in different banks.
+template <int E>
+__device__ inline int tile_offset(int row, int chunk) {
+    return row * E + ((chunk ^ (row & 7)) << 3);
+}
+
+__device__ inline void copy_chunk(__half* to, const __half* from, bool valid) {
+    copy_async16(to, from, valid);
+}
+__device__ inline void copy_chunk(__half* to, const float* from, bool valid) {
+    uint4 packed = make_uint4(0, 0, 0, 0);
+    if (valid) {
+        const float4 a = reinterpret_cast<const float4*>(from)[0];
+        const float4 b = reinterpret_cast<const float4*>(from)[1];
+        packed = make_uint4(pack_half2(a.x, a.y), pack_half2(a.z, a.w), pack_half2(b.x, b.y),
+                            pack_half2(b.z, b.w));
+    }
+    *reinterpret_cast<uint4*>(to) = packed;
+}
+
+// Keys first..first + 63 of one kv head. Rows at or past `length` may hold anything and become zeros.
+template <typename KV, int E>
+__device__ inline void stage_tile(__half* tile, const KV* head, int first, int length, int64_t stride) {
+    constexpr int kChunks = E / 8;
+#pragma unroll
+    for (int i = threadIdx.x; i < kKeys * kChunks; i += kThreads) {
+        const int row = i / kChunks, chunk = i % kChunks;
+        const bool valid = first + row < length;
+        const int64_t key = valid ? first + row : 0;
+        copy_chunk(tile + tile_offset<E>(row, chunk), head + key * stride + chunk * 8, valid);
+    }
+}
+
+// The rows of a tile: (token, head of the group) pairs of one kv head.
+struct Place {
+    int first_row, rows;  // of all T*R; `rows` of the tile exist
+    int group, heads;     // R, H
+    int first_head;       // query head of the group's head 0
+
+    __device__ int token(int row) const { return (first_row + row) / group; }
+    __device__ int head(int row) const { return first_head + (first_row + row) % group; }
+    // of the row's E values in (T, H, E)
+    __device__ int64_t index(int row) const {
+        return static_cast<int64_t>(token(row)) * heads + head(row);
+    }
+};
+
+// ---- one warp: 16 rows against its keys of a tile -------------------------------------------------
+template <int E>
+struct Rows {
+    uint32_t q[E / 16][4];  // A fragments
+    float o[E / 8][4];      // sums of weights * v: d fragments
+    float top[2], sum[2];   // of rows lane/4 and lane/4 + 8; `sum` is this lane's share
+    int query[2];           // their positions
+};
+
+// Rows first..first + 15 of those whose token and head `place` knows; rows it does not have are zero.
+template <int E>
+__device__ inline void load_rows(Rows<E>& rows, const float* q, const Place& place, int position, int first) {
+    const float scale = kLog2e * (E == 64 ? 0.125f : 0.08838834764831845f);  // 1/sqrt(E)
+    const int lane = threadIdx.x % kWarp;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int row = first + lane / 4 + 8 * half;
+        const bool valid = row < place.rows;
+        const float* from = q + (valid ? place.index(row) * E : 0);
+        rows.query[half] = position + place.token(row);
+        rows.top[half] = minus_infinity();
+        rows.sum[half] = 0.0f;
+#pragma unroll
+        for (int step = 0; step < E / 8; ++step) {
+            const float2 x = *reinterpret_cast<const float2*>(from + step * 8 + lane % 4 * 2);
+            rows.q[step / 2][half + step % 2 * 2] =
+                valid ? pack_half2(x.x * scale, x.y * scale) : 0u;
+        }
+    }
+#pragma unroll
+    for (int n = 0; n < E / 8; ++n)
+        rows.o[n][0] = rows.o[n][1] = rows.o[n][2] = rows.o[n][3] = 0.0f;
+}
+
+// s = q k^T over KEYS keys from row `first` of the tile.
+template <int E, int KEYS>
+__device__ inline void scores(float s[KEYS / 8][4], const Rows<E>& rows, const __half* tile, int first) {
+    const int lane = threadIdx.x % kWarp;
+    const int row = first + lane / 16 * 8 + lane % 8;  // matrices: keys 0-7, dims 0-7 and 8-15; keys 8-15
+#pragma unroll
+    for (int n = 0; n < KEYS / 8; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
+#pragma unroll
+    for (int step = 0; step < E / 16; ++step) {
+#pragma unroll
+        for (int n = 0; n < KEYS / 8; n += 2) {
+            uint32_t k[4];
+            load_matrices<false>(k, tile + tile_offset<E>(row + n * 8, step * 2 + lane / 8 % 2));
+            mma_f16(s[n], rows.q[step], k);
+            mma_f16(s[n + 1], rows.q[step], k + 2);
+        }
+    }
+}
+
+// Hide the keys behind each row's query; `key` is the position of the first.
+template <int E, int KEYS>
+__device__ inline void mask(float s[KEYS / 8][4], const Rows<E>& rows, int key) {
+    key += threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int n = 0; n < KEYS / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            if (key + n * 8 + i % 2 > rows.query[i / 2]) s[n][i] = minus_infinity();
+    }
+}
+
+// Turn scores into weights against the running maximum and scale what was summed before.
+template <int E, int KEYS>
+__device__ inline void weigh(float s[KEYS / 8][4], Rows<E>& rows) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        float top = rows.top[half];
+#pragma unroll
+        for (int n = 0; n < KEYS / 8; ++n)
+            top = fmaxf(top, fmaxf(s[n][2 * half], s[n][2 * half + 1]));
+        top = fmaxf(top, __shfl_xor_sync(kFull, top, 1));
+        top = fmaxf(top, __shfl_xor_sync(kFull, top, 2));
+        const float base = exponent_base(top);
+        const float shrink = exp2f(rows.top[half] - base);
+        float sum = rows.sum[half] * shrink;
+#pragma unroll
+        for (int n = 0; n < KEYS / 8; ++n) {
+            s[n][2 * half] = exp2f(s[n][2 * half] - base);
+            s[n][2 * half + 1] = exp2f(s[n][2 * half + 1] - base);
+            sum += s[n][2 * half] + s[n][2 * half + 1];
+        }
+        rows.top[half] = top;
+        rows.sum[half] = sum;
+#pragma unroll
+        for (int n = 0; n < E / 8; ++n) {
+            rows.o[n][2 * half] *= shrink;
+            rows.o[n][2 * half + 1] *= shrink;
+        }
+    }
+}
+
+// o += weights * v. The weights' d fragments are the A fragments of the product as they lie.
+template <int E, int KEYS>
+__device__ inline void add_values(Rows<E>& rows, const float s[KEYS / 8][4], const __half* tile, int first) {
+    const int lane = threadIdx.x % kWarp;
+    const int row = first + lane / 8 % 2 * 8 + lane % 8;  // matrices: keys 0-7 and 8-15 of dims 0-7, of 8-15
+#pragma unroll
+    for (int n = 0; n < KEYS / 8; n += 2) {
+        const uint32_t p[4] = {pack_half2(s[n][0], s[n][1]), pack_half2(s[n][2], s[n][3]),
+                               pack_half2(s[n + 1][0], s[n + 1][1]), pack_half2(s[n + 1][2], s[n + 1][3])};
+#pragma unroll
+        for (int dims = 0; dims < E / 8; dims += 2) {
+            uint32_t v[4];
+            load_matrices<true>(v, tile + tile_offset<E>(row + n * 8, dims + lane / 16));
+            mma_f16(rows.o[dims], p, v);
+            mma_f16(rows.o[dims + 1], p, v + 2);
+        }
+    }
+}
+
+// Sums, maxima and weight sums of the warp's 16 rows to shared memory: rows `stride` floats apart.
+template <int E>
+__device__ inline void store_rows(const Rows<E>& rows, float* sums, float2* stats, int stride) {
+    const int lane = threadIdx.x % kWarp;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int row = lane / 4 + 8 * half;
+        float sum = rows.sum[half];
+        sum += __shfl_xor_sync(kFull, sum, 1);
+        sum += __shfl_xor_sync(kFull, sum, 2);
+        if (lane % 4 == 0) stats[row] = make_float2(rows.top[half], sum);
+#pragma unroll
+        for (int n = 0; n < E / 8; ++n)
+            *reinterpret_cast<float2*>(sums + row * stride + n * 8 + lane % 4 * 2) =
+                make_float2(rows.o[n][2 * half], rows.o[n][2 * half + 1]);
+    }
+}

@@ -1,0 +1,176 @@
+"""Causal attention over the KV cache, prefill and decode. See cuda/attention.cu."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from minfer_cuda.errors import KernelError
+from minfer_cuda.kernels import Device, DeviceArray
+from minfer_cuda.kernels.checks import expect, expect_room
+from minfer_cuda.kernels.rope import CACHE_TYPES
+
+HEAD_DIMS = (64, 128)
+MAX_SPLITS = 128  # kMaxSplits of the kernel
+_KEYS = 64  # of a tile
+_BLOCK = 128
+_BLOCKS_PER_SM = 2  # what a split call aims at; one block alone does not cover the memory's latency
+_DECODE_ROWS = 32  # rows of a kv head up to which tiles of 16 are taken
+
+
+class _Shape(ctypes.Structure):
+    """AttentionShape of cuda/attention.cu."""
+
+    _fields_ = [
+        (name, ctypes.c_int32) for name in ("tokens", "heads", "kv_heads", "context", "min_tiles")
+    ]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one call is cut up; a pure function of its sizes."""
+
+    kv_heads: int
+    head_dim: int
+    row_tiles: int
+    rows: int  # of a tile: 16, its keys spread over four warps, or 64, 16 a warp
+    splits: int  # most runs of key tiles; how many have work follows from the position
+    min_tiles: int = 4  # tiles of 64 keys that a split takes at least
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        return (self.kv_heads, self.row_tiles, self.splits)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Stages of 64 keys and values in float16: Tiling::kSharedBytes."""
+        stages = 4 if self.rows == 16 and self.head_dim == 64 else 2
+        return stages * 2 * _KEYS * self.head_dim * 2
+
+    @property
+    def partials(self) -> int:
+        """float32 elements of scratch: sums, then {m, l}, of every row of every split."""
+        blocks = self.kv_heads * self.row_tiles * self.splits
+        return blocks * self.rows * (self.head_dim + 2) if self.splits > 1 else 0
+
+    @property
+    def arrivals(self) -> int:
+        """int32 counters of scratch, zero before the first call; each call leaves them zero."""
+        return self.kv_heads * self.row_tiles if self.splits > 1 else 0
+
+
+def plan(
+    tokens: int, heads: int, kv_heads: int, head_dim: int, context: int, sm_count: int
+) -> Plan:
+    """The cut for T tokens on a card: keys are split where row tiles alone do not fill the SMs.
+
+    T=1 on 132 SMs, S 16,384: 0.5B (H 14, G 2, E 64) 1 row tile of 16, 64 splits; 7B (28, 4, 128)
+    1 of 16, 64. T=2,048: 7B 224 of 64, 1.
+    """
+    rows_in_all = tokens * (heads // kv_heads)
+    rows = 16 if rows_in_all <= _DECODE_ROWS else 64
+    row_tiles = -(-rows_in_all // rows)
+    key_tiles = -(-context // _KEYS)
+    splits = min(
+        _BLOCKS_PER_SM * sm_count // (row_tiles * kv_heads),
+        -(-key_tiles // Plan.min_tiles),
+        MAX_SPLITS,
+    )
+    return Plan(kv_heads, head_dim, row_tiles, rows, max(1, splits))
+
+
+def instances(types: Sequence[str] = ()) -> list[str]:
+    """Every instance of cuda/attention.cu; weight types make no difference."""
+    return [
+        _name(kv, head_dim, rows)
+        for kv in CACHE_TYPES.values()
+        for head_dim in HEAD_DIMS
+        for rows in (16, 64)
+    ]
+
+
+def _name(kv: str, head_dim: int, rows: int) -> str:
+    warps = "1, 4" if rows == 16 else "4, 1"
+    return f"attention<{kv}, {head_dim}, {warps}>"
+
+
+def attention(
+    device: Device,
+    how: Plan,
+    q: DeviceArray,
+    k_cache: DeviceArray,
+    v_cache: DeviceArray,
+    position: DeviceArray,
+    *,
+    out: DeviceArray | None = None,
+    qs: DeviceArray | None = None,
+    ds: DeviceArray | None = None,
+    partials: DeviceArray | None = None,
+    arrivals: DeviceArray | None = None,
+) -> None:
+    """softmax(q k^T / sqrt(E)) v of every token over the keys at or before it, written in place.
+
+    `how` from plan(); q (T, H, E) float32, rotated; k_cache and v_cache (S, G, E), one layer,
+    float16 or float32, holding the keys of these tokens already; position (1,) int32, where token
+    0 sits. Results, at least one of: out (T, H*E) float32; the same as q8 activations (layout 1),
+    qs (T, Kp) int8 and ds (T, Kp/32) of 8 bytes, Kp = H*E rounded up to 128. Scratch where
+    how.splits > 1: `partials` float32 and `arrivals` int32, of how.partials and how.arrivals
+    elements. Raises KernelError for any other shape or dtype.
+    """
+    tokens, heads, head_dim = q.shape
+    context, kv_heads, _ = k_cache.shape
+    _check_plan(how, tokens, heads, kv_heads, head_dim)
+    expect("attention", "q", q, (tokens, heads, head_dim), np.float32)
+    cache = (context, kv_heads, head_dim)
+    expect("attention", "k_cache", k_cache, cache, np.float16, np.float32)
+    expect("attention", "v_cache", v_cache, cache, k_cache.dtype)
+    expect("attention", "position", position, (1,), np.int32)
+    _check_outputs(tokens, heads * head_dim, out, qs, ds)
+    if how.splits > 1:
+        expect_room("attention", "partials", partials, how.partials, np.float32)
+        expect_room("attention", "arrivals", arrivals, how.arrivals, np.int32)
+    kv = CACHE_TYPES[np.dtype(k_cache.dtype).name]
+    kernel = device.kernel("attention", _name(kv, head_dim, how.rows))
+    shape = _Shape(tokens, heads, kv_heads, context, how.min_tiles)
+    arguments = (q, k_cache, v_cache, position, out, qs, ds, partials, arrivals, shape)
+    kernel(how.grid, _BLOCK, *arguments, shared=how.shared_bytes)
+
+
+def _check_plan(how: Plan, tokens: int, heads: int, kv_heads: int, head_dim: int) -> None:
+    if head_dim not in HEAD_DIMS or heads % kv_heads:
+        raise KernelError(
+            f"attention: {heads} heads of {head_dim} over {kv_heads} kv heads, "
+            f"expected head dim {HEAD_DIMS} and whole groups"
+        )
+    rows = tokens * (heads // kv_heads)
+    fits = how.rows in (16, 64) and how.row_tiles == -(-rows // how.rows)
+    fits = fits and (how.kv_heads, how.head_dim) == (kv_heads, head_dim)
+    if not (fits and 1 <= how.splits <= MAX_SPLITS and how.min_tiles >= 1):
+        raise KernelError(
+            f"attention: {how} does not fit {tokens} tokens, {heads} heads of {head_dim}, "
+            f"{kv_heads} kv heads"
+        )
+
+
+def _check_outputs(
+    tokens: int,
+    width: int,
+    out: DeviceArray | None,
+    qs: DeviceArray | None,
+    ds: DeviceArray | None,
+) -> None:
+    if (out is None and qs is None) or (qs is None) != (ds is None):
+        raise KernelError("attention: expected out, or qs and ds, or all three")
+    if out is not None:
+        expect("attention", "out", out, (tokens, width), np.float32)
+    if qs is not None and ds is not None:
+        padded = -(-width // 128) * 128
+        expect("attention", "qs", qs, (tokens, padded), np.int8)
+        if tuple(ds.shape) != (tokens, padded // 32) or np.dtype(ds.dtype).itemsize != 8:
+            raise KernelError(
+                f"attention: ds is {tuple(ds.shape)} {ds.dtype}, "
+                f"expected {(tokens, padded // 32)} of 8 bytes"
+            )
