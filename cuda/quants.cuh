@@ -5,7 +5,8 @@
 // where a chunk is 128 values of K and lane 4g + t of a warp owns row g. Value 32b + 16h + 4t + e of
 // a chunk is byte e of the int8 word (b, h) that `word` returns, times kMul (a power of two that lets
 // signed codes be used as they are stored). A value is exactly
-//   scale(b, h) * code - minimum(b, h)          in float32, each step rounded once.
+//   scale(b, h) * code - minimum(b, h)          (`minimum` also takes a run-time b) in float32, each step rounded once.
+// Functions take the lane's words l and (c, b, h): chunk, block, half of the block.
 // kHalf: scale or minimum differ between h = 0 and 1 (16-value sub-blocks). kMin: minimum is not 0.
 //
 // A type defines: kBlock, kRaw (values, bytes of a block in the file), kLow, kHigh (bits of a code in
@@ -22,11 +23,11 @@ __device__ inline void put16(uint8_t* p, uint32_t v) {
     p[1] = static_cast<uint8_t>(v >> 8);
 }
 
-// One lane's share of one chunk: its words of the planes and the scales of its row.
-template <int Low, int High, int ScaleWords>
+// One lane's share of one record: its words of the planes by chunk, and the scales of its row.
+template <int Chunks, int Low, int High, int ScaleWords>
 struct LaneWords {
-    uint32_t q[Low == 8 ? 8 : Low == 4 ? 4 : 2];
-    uint32_t h[High == 0 ? 1 : High];
+    uint32_t q[Chunks][Low == 8 ? 8 : Low == 4 ? 4 : 2];
+    uint32_t h[Chunks][High == 0 ? 1 : High];
     uint32_t s[ScaleWords];
 };
 
@@ -42,25 +43,32 @@ struct RecordType {
     static constexpr int kRecord = 8 * (kRecK / Block) * Raw;
     static constexpr int kScales = kChunks * kChunkBytes;  // offset of the scales in a record
     static_assert(kRecord % 16 == 0, "records keep 16-byte alignment");
-    using Lane = LaneWords<Low, High, ScaleWords>;
+    using Lane = LaneWords<kChunks, Low, High, ScaleWords>;
+    // Records a lane of a matvec keeps in flight: what 64 registers a thread have room for.
+    static constexpr int kWords = kChunks * (Low + High) + ScaleWords;
+    static constexpr int kDepth = kWords <= 6 ? 4 : kWords <= 9 ? 3 : 2;
 
-    __device__ static void load_planes(Lane& l, const uint8_t* rec, int chunk, int lane) {
-        const uint8_t* p = rec + chunk * kChunkBytes;
-        if constexpr (Low == 2) {
-            uint2 v = load_stream8(p + lane * 8);
-            l.q[0] = v.x, l.q[1] = v.y;
-        } else {
+    __device__ static void load_planes(Lane& l, const uint8_t* rec, int lane) {
 #pragma unroll
-            for (int i = 0; i < Low / 4; ++i) {
-                uint4 v = load_stream16(p + i * 512 + lane * 16);
-                l.q[4 * i] = v.x, l.q[4 * i + 1] = v.y, l.q[4 * i + 2] = v.z, l.q[4 * i + 3] = v.w;
+        for (int c = 0; c < kChunks; ++c) {
+            const uint8_t* p = rec + c * kChunkBytes;
+            if constexpr (Low == 2) {
+                uint2 v = load_stream8(p + lane * 8);
+                l.q[c][0] = v.x, l.q[c][1] = v.y;
+            } else {
+#pragma unroll
+                for (int i = 0; i < Low / 4; ++i) {
+                    uint4 v = load_stream16(p + i * 512 + lane * 16);
+                    l.q[c][4 * i] = v.x, l.q[c][4 * i + 1] = v.y;
+                    l.q[c][4 * i + 2] = v.z, l.q[c][4 * i + 3] = v.w;
+                }
             }
-        }
-        p += kLowBytes;
-        if constexpr (High == 1) l.h[0] = load_stream4(p + lane * 4);
-        if constexpr (High == 2) {
-            uint2 v = load_stream8(p + lane * 8);
-            l.h[0] = v.x, l.h[1] = v.y;
+            p += kLowBytes;
+            if constexpr (High == 1) l.h[c][0] = load_stream4(p + lane * 4);
+            if constexpr (High == 2) {
+                uint2 v = load_stream8(p + lane * 8);
+                l.h[c][0] = v.x, l.h[c][1] = v.y;
+            }
         }
     }
     // Bit position of the low part of code (b, h, e) in word index `low_word(b, h)` of the lane.
@@ -83,17 +91,17 @@ struct OneScale : RecordType<32, Raw, Low, High, 2> {
     using Base = RecordType<32, Raw, Low, High, 2>;
     using Lane = typename Base::Lane;
     static constexpr bool kHalf = false, kMin = false;
-    __device__ static Lane load(const uint8_t* rec, int chunk, int lane) {
+    __device__ static Lane load(const uint8_t* rec, int lane) {
         Lane l;
-        Base::load_planes(l, rec, chunk, lane);
+        Base::load_planes(l, rec, lane);
         uint2 s = load_stream8(rec + Base::kScales + (lane >> 2) * 8);
         l.s[0] = s.x, l.s[1] = s.y;
         return l;
     }
-    __device__ static float scale(const Lane& l, int b, int) {
+    __device__ static float scale(const Lane& l, int, int b, int) {
         return half_bits(static_cast<uint16_t>(l.s[b >> 1] >> (16 * (b & 1))));
     }
-    __device__ static float minimum(const Lane&, int, int) { return 0.0f; }
+    __device__ static float minimum(const Lane&, int, int, int) { return 0.0f; }
     __device__ static void pack_scales(const uint8_t* block, uint8_t* rec, int row, int b) {
         put16(rec + Base::kScales + row * 8 + b * 2, raw16(block));
     }
@@ -103,18 +111,19 @@ struct ScaleMin : RecordType<32, Raw, 4, High, 4> {
     using Base = RecordType<32, Raw, 4, High, 4>;
     using Lane = typename Base::Lane;
     static constexpr bool kHalf = false, kMin = true;
-    __device__ static Lane load(const uint8_t* rec, int chunk, int lane) {
+    __device__ static Lane load(const uint8_t* rec, int lane) {
         Lane l;
-        Base::load_planes(l, rec, chunk, lane);
+        Base::load_planes(l, rec, lane);
         uint4 s = load_stream16(rec + Base::kScales + (lane >> 2) * 16);
         l.s[0] = s.x, l.s[1] = s.y, l.s[2] = s.z, l.s[3] = s.w;
         return l;
     }
-    __device__ static float scale(const Lane& l, int b, int) {
+    __device__ static float scale(const Lane& l, int, int b, int) {
         return half_bits(static_cast<uint16_t>(l.s[b]));
     }
-    __device__ static float minimum(const Lane& l, int b, int) {
-        return -half_bits(static_cast<uint16_t>(l.s[b] >> 16));
+    __device__ static float minimum(const Lane& l, int, int b, int) {
+        const uint32_t dm = b == 0 ? l.s[0] : b == 1 ? l.s[1] : b == 2 ? l.s[2] : l.s[3];
+        return -half_bits(static_cast<uint16_t>(dm >> 16));
     }
     __device__ static void pack_scales(const uint8_t* block, uint8_t* rec, int row, int b) {
         put16(rec + Base::kScales + row * 16 + b * 4, raw16(block));
@@ -127,8 +136,8 @@ struct Q4_0 : OneScale<18, 4, 0> {  // stored as two's complement nibbles
     __device__ static int code(const uint8_t* block, int i) {
         return ((block[2 + (i & 15)] >> (4 * (i >> 4))) & 15) ^ 8;
     }
-    __device__ static uint32_t word(const Lane& l, int b, int h) {
-        return (h ? l.q[b] : l.q[b] << 4) & 0xf0f0f0f0u;
+    __device__ static uint32_t word(const Lane& l, int c, int b, int h) {
+        return (h ? l.q[c][b] : l.q[c][b] << 4) & 0xf0f0f0f0u;
     }
 };
 struct Q4_1 : ScaleMin<20, 0> {
@@ -136,7 +145,7 @@ struct Q4_1 : ScaleMin<20, 0> {
     __device__ static int code(const uint8_t* block, int i) {
         return (block[4 + (i & 15)] >> (4 * (i >> 4))) & 15;
     }
-    __device__ static uint32_t word(const Lane& l, int b, int h) { return (l.q[b] >> (4 * h)) & kNibble; }
+    __device__ static uint32_t word(const Lane& l, int c, int b, int h) { return (l.q[c][b] >> (4 * h)) & kNibble; }
 };
 struct Q5_0 : OneScale<22, 4, 1> {  // the fifth bit inverted is the sign
     static constexpr int kMul = 8;
@@ -144,9 +153,9 @@ struct Q5_0 : OneScale<22, 4, 1> {  // the fifth bit inverted is the sign
         int low = (block[6 + (i & 15)] >> (4 * (i >> 4))) & 15;
         return low | (((block[2 + (i >> 3)] >> (i & 7)) & 1) ^ 1) << 4;
     }
-    __device__ static uint32_t word(const Lane& l, int b, int h) {
-        uint32_t low = (h ? l.q[b] >> 1 : l.q[b] << 3) & 0x78787878u;
-        return low | (shift(l.h[0], 7 - (2 * b + h)) & 0x80808080u);
+    __device__ static uint32_t word(const Lane& l, int c, int b, int h) {
+        uint32_t low = (h ? l.q[c][b] >> 1 : l.q[c][b] << 3) & 0x78787878u;
+        return low | (shift(l.h[c][0], 7 - (2 * b + h)) & 0x80808080u);
     }
 };
 struct Q5_1 : ScaleMin<24, 1> {
@@ -155,14 +164,14 @@ struct Q5_1 : ScaleMin<24, 1> {
         int low = (block[8 + (i & 15)] >> (4 * (i >> 4))) & 15;
         return low | ((block[4 + (i >> 3)] >> (i & 7)) & 1) << 4;
     }
-    __device__ static uint32_t word(const Lane& l, int b, int h) {
-        return ((l.q[b] >> (4 * h)) & kNibble) | (shift(l.h[0], 4 - (2 * b + h)) & 0x10101010u);
+    __device__ static uint32_t word(const Lane& l, int c, int b, int h) {
+        return ((l.q[c][b] >> (4 * h)) & kNibble) | (shift(l.h[c][0], 4 - (2 * b + h)) & 0x10101010u);
     }
 };
 struct Q8_0 : OneScale<34, 8, 0> {
     static constexpr int kMul = 1;
     __device__ static int code(const uint8_t* block, int i) { return block[2 + i]; }
-    __device__ static uint32_t word(const Lane& l, int b, int h) { return l.q[2 * b + h]; }
+    __device__ static uint32_t word(const Lane& l, int c, int b, int h) { return l.q[c][2 * b + h]; }
 };
 // IQ4: a nibble is an index into 16 int8 values; the four nibbles of a word (b, h) lie side by side
 // in half a register, which is what a byte permute takes as its selector.
@@ -179,38 +188,37 @@ struct IQ4_NL : OneScale<18, 4, 0> {
     __device__ static int code(const uint8_t* block, int i) {
         return (block[2 + (i & 15)] >> (4 * (i >> 4))) & 15;
     }
-    __device__ static uint32_t word(const Lane& l, int b, int h) { return iq4_word(l.q[b], h); }
+    __device__ static uint32_t word(const Lane& l, int c, int b, int h) { return iq4_word(l.q[c][b], h); }
 };
 
 // ---- K types: 256 values, scales [row] -----------------------------------------------------------
 // Q4_K and Q5_K: d, dmin and eight 6-bit (scale, minimum) pairs in 12 bytes: 16 bytes a row.
 template <int Raw, int High>
-struct KScaleMin : RecordType<256, Raw, 4, High, 5> {
-    using Base = RecordType<256, Raw, 4, High, 5>;
+struct KScaleMin : RecordType<256, Raw, 4, High, 4> {
+    using Base = RecordType<256, Raw, 4, High, 4>;
     using Lane = typename Base::Lane;
     static constexpr bool kHalf = false, kMin = true;
     static constexpr int kMul = 1;
-    // s[0] = d, dmin; s[1] = the scales of the chunk's four sub-blocks, s[2] = their minima, a byte each.
-    __device__ static Lane load(const uint8_t* rec, int chunk, int lane) {
+    __device__ static Lane load(const uint8_t* rec, int lane) {
         Lane l;
-        Base::load_planes(l, rec, chunk, lane);
+        Base::load_planes(l, rec, lane);
         uint4 s = load_stream16(rec + Base::kScales + (lane >> 2) * 16);
-        l.s[0] = s.x, l.s[1] = s.y, l.s[2] = s.z, l.s[3] = s.w, l.s[4] = chunk;
+        l.s[0] = s.x, l.s[1] = s.y, l.s[2] = s.z, l.s[3] = s.w;
         return l;
     }
     // Sub-block j < 4: six low bits of byte j (scale) and j + 4 (minimum); j >= 4: a nibble of byte
     // j + 4 and the two top bits of byte j - 4 (scale) or j (minimum).
-    __device__ static uint32_t six_bits(const Lane& l, int b, bool minimum) {
+    __device__ static uint32_t six_bits(const Lane& l, int c, int b, bool minimum) {
         uint32_t first = minimum ? l.s[2] : l.s[1];
-        uint32_t low = l.s[4] ? (l.s[3] >> (minimum ? 4 : 0)) & kNibble : first & 0x3f3f3f3fu;
-        uint32_t top = l.s[4] ? (first >> 2) & 0x30303030u : 0;
-        return ((low | top) >> (8 * b)) & 63;
+        uint32_t four = c == 0 ? first & 0x3f3f3f3fu
+                               : ((l.s[3] >> (minimum ? 4 : 0)) & kNibble) | ((first >> 2) & 0x30303030u);
+        return (four >> (8 * b)) & 63;
     }
-    __device__ static float scale(const Lane& l, int b, int) {
-        return __fmul_rn(half_bits(static_cast<uint16_t>(l.s[0])), static_cast<float>(six_bits(l, b, false)));
+    __device__ static float scale(const Lane& l, int c, int b, int) {
+        return __fmul_rn(half_bits(static_cast<uint16_t>(l.s[0])), static_cast<float>(six_bits(l, c, b, false)));
     }
-    __device__ static float minimum(const Lane& l, int b, int) {
-        return __fmul_rn(half_bits(static_cast<uint16_t>(l.s[0] >> 16)), static_cast<float>(six_bits(l, b, true)));
+    __device__ static float minimum(const Lane& l, int c, int b, int) {
+        return __fmul_rn(half_bits(static_cast<uint16_t>(l.s[0] >> 16)), static_cast<float>(six_bits(l, c, b, true)));
     }
     __device__ static void pack_scales(const uint8_t* block, uint8_t* rec, int row, int) {
         for (int i = 0; i < 16; ++i) rec[Base::kScales + row * 16 + i] = block[i];
@@ -220,27 +228,28 @@ struct Q4_K : KScaleMin<144, 0> {
     __device__ static int code(const uint8_t* block, int i) {  // 64 values share 32 bytes
         return (block[16 + 32 * (i >> 6) + (i & 31)] >> (4 * ((i >> 5) & 1))) & 15;
     }
-    __device__ static uint32_t word(const Lane& l, int b, int h) { return (l.q[b] >> (4 * h)) & kNibble; }
+    __device__ static uint32_t word(const Lane& l, int c, int b, int h) { return (l.q[c][b] >> (4 * h)) & kNibble; }
 };
 struct Q5_K : KScaleMin<176, 1> {
     __device__ static int code(const uint8_t* block, int i) {
         int low = (block[48 + 32 * (i >> 6) + (i & 31)] >> (4 * ((i >> 5) & 1))) & 15;
         return low | ((block[16 + (i & 31)] >> (i >> 5)) & 1) << 4;
     }
-    __device__ static uint32_t word(const Lane& l, int b, int h) {
-        return ((l.q[b] >> (4 * h)) & kNibble) | (shift(l.h[0], 4 - (2 * b + h)) & 0x10101010u);
+    __device__ static uint32_t word(const Lane& l, int c, int b, int h) {
+        return ((l.q[c][b] >> (4 * h)) & kNibble) | (shift(l.h[c][0], 4 - (2 * b + h)) & 0x10101010u);
     }
 };
 // Q6_K: int8 scale per 16 values [row][16], then d [row].
-struct Q6_K : RecordType<256, 210, 4, 2, 3> {
+struct Q6_K : RecordType<256, 210, 4, 2, 5> {
     static constexpr bool kHalf = true, kMin = false;
     static constexpr int kMul = 4;  // codes stored so that 4 * (q - 32) falls out signed
-    __device__ static Lane load(const uint8_t* rec, int chunk, int lane) {
+    __device__ static Lane load(const uint8_t* rec, int lane) {
         Lane l;
-        load_planes(l, rec, chunk, lane);
+        load_planes(l, rec, lane);
         int g = lane >> 2;
-        uint2 s = load_stream8(rec + kScales + g * 16 + chunk * 8);
-        l.s[0] = s.x, l.s[1] = s.y, l.s[2] = load_stream2(rec + kScales + 128 + g * 2);
+        uint4 s = load_stream16(rec + kScales + g * 16);
+        l.s[0] = s.x, l.s[1] = s.y, l.s[2] = s.z, l.s[3] = s.w;
+        l.s[4] = load_stream2(rec + kScales + 128 + g * 2);
         return l;
     }
     __device__ static int code(const uint8_t* block, int i) {
@@ -248,83 +257,84 @@ struct Q6_K : RecordType<256, 210, 4, 2, 3> {
         int low = (block[64 * n + 32 * (quarter & 1) + j] >> (4 * (quarter >> 1))) & 15;
         return low | (((block[128 + 32 * n + j] >> (2 * quarter)) & 3) ^ 2) << 4;
     }
-    __device__ static uint32_t word(const Lane& l, int b, int h) {
-        uint32_t low = (h ? l.q[b] >> 2 : l.q[b] << 2) & 0x3c3c3c3cu;
-        return low | (shift(l.h[b >> 1], 6 - 2 * (2 * (b & 1) + h)) & 0xc0c0c0c0u);
+    __device__ static uint32_t word(const Lane& l, int c, int b, int h) {
+        uint32_t low = (h ? l.q[c][b] >> 2 : l.q[c][b] << 2) & 0x3c3c3c3cu;
+        return low | (shift(l.h[c][b >> 1], 6 - 2 * (2 * (b & 1) + h)) & 0xc0c0c0c0u);
     }
-    __device__ static float scale(const Lane& l, int b, int h) {
-        int sc = static_cast<int8_t>(l.s[b >> 1] >> (16 * (b & 1) + 8 * h));
-        return __fmul_rn(half_bits(static_cast<uint16_t>(l.s[2])), static_cast<float>(sc));
+    __device__ static float scale(const Lane& l, int c, int b, int h) {
+        int sc = static_cast<int8_t>(l.s[2 * c + (b >> 1)] >> (16 * (b & 1) + 8 * h));
+        return __fmul_rn(half_bits(static_cast<uint16_t>(l.s[4])), static_cast<float>(sc));
     }
-    __device__ static float minimum(const Lane&, int, int) { return 0.0f; }
+    __device__ static float minimum(const Lane&, int, int, int) { return 0.0f; }
     __device__ static void pack_scales(const uint8_t* block, uint8_t* rec, int row, int) {
         for (int i = 0; i < 16; ++i) rec[kScales + row * 16 + i] = block[192 + i];
         put16(rec + kScales + 128 + row * 2, raw16(block + 208));
     }
 };
 // Q3_K: sixteen 6-bit scales in 12 bytes [row], then d [row].
-struct Q3_K : RecordType<256, 110, 2, 1, 5> {
+struct Q3_K : RecordType<256, 110, 2, 1, 4> {
     static constexpr bool kHalf = true, kMin = false;
     static constexpr int kMul = 32;  // two bits, and the inverted third as the sign
-    __device__ static Lane load(const uint8_t* rec, int chunk, int lane) {
+    __device__ static Lane load(const uint8_t* rec, int lane) {
         Lane l;
-        load_planes(l, rec, chunk, lane);
+        load_planes(l, rec, lane);
         int g = lane >> 2;
+#pragma unroll
         for (int i = 0; i < 3; ++i) l.s[i] = load_stream4(rec + kScales + g * 12 + 4 * i);
         l.s[3] = load_stream2(rec + kScales + 96 + g * 2);
-        l.s[4] = chunk;
         return l;
     }
     __device__ static int code(const uint8_t* block, int i) {
         int low = (block[32 + 32 * (i >> 7) + (i & 31)] >> (2 * ((i >> 5) & 3))) & 3;
         return low | (((block[i & 31] >> (i >> 5)) & 1) ^ 1) << 2;
     }
-    __device__ static uint32_t word(const Lane& l, int b, int h) {
-        uint32_t low = shift(l.q[b >> 1], 5 - 2 * (2 * (b & 1) + h)) & 0x60606060u;
-        return low | (shift(l.h[0], 7 - (2 * b + h)) & 0x80808080u);
+    __device__ static uint32_t word(const Lane& l, int c, int b, int h) {
+        uint32_t low = shift(l.q[c][b >> 1], 5 - 2 * (2 * (b & 1) + h)) & 0x60606060u;
+        return low | (shift(l.h[c][0], 7 - (2 * b + h)) & 0x80808080u);
     }
     // Scale j: low nibble in byte j % 8 (upper half of the byte for j >= 8), top two bits in byte
-    // 8 + j % 4 at 2 * (j / 4). Here j = 8 * chunk + 2b + h.
-    __device__ static float scale(const Lane& l, int b, int h) {
-        int j = 2 * b + h, chunk = l.s[4];
-        uint32_t low = (l.s[j >> 2] >> (8 * (j & 3) + 4 * chunk)) & 15;
-        uint32_t top = (l.s[2] >> (8 * (j & 3) + 2 * (2 * chunk + (j >> 2)))) & 3;
+    // 8 + j % 4 at 2 * (j / 4). Here j = 8c + 2b + h.
+    __device__ static float scale(const Lane& l, int c, int b, int h) {
+        int j = 2 * b + h;
+        uint32_t low = (l.s[j >> 2] >> (8 * (j & 3) + 4 * c)) & 15;
+        uint32_t top = (l.s[2] >> (8 * (j & 3) + 2 * (2 * c + (j >> 2)))) & 3;
         int sc = static_cast<int>(low | top << 4) - 32;
         return __fmul_rn(half_bits(static_cast<uint16_t>(l.s[3])), static_cast<float>(sc));
     }
-    __device__ static float minimum(const Lane&, int, int) { return 0.0f; }
+    __device__ static float minimum(const Lane&, int, int, int) { return 0.0f; }
     __device__ static void pack_scales(const uint8_t* block, uint8_t* rec, int row, int) {
         for (int i = 0; i < 12; ++i) rec[kScales + row * 12 + i] = block[96 + i];
         put16(rec + kScales + 96 + row * 2, raw16(block + 108));
     }
 };
 // Q2_K: sixteen bytes of (scale, minimum) nibbles [row], then d and dmin [row].
-struct Q2_K : RecordType<256, 84, 2, 0, 3> {
+struct Q2_K : RecordType<256, 84, 2, 0, 5> {
     static constexpr bool kHalf = true, kMin = true;
     static constexpr int kMul = 1;
-    __device__ static Lane load(const uint8_t* rec, int chunk, int lane) {
+    __device__ static Lane load(const uint8_t* rec, int lane) {
         Lane l;
-        load_planes(l, rec, chunk, lane);
+        load_planes(l, rec, lane);
         int g = lane >> 2;
-        uint2 s = load_stream8(rec + kScales + g * 16 + chunk * 8);
-        l.s[0] = s.x, l.s[1] = s.y, l.s[2] = load_stream4(rec + kScales + 128 + g * 4);
+        uint4 s = load_stream16(rec + kScales + g * 16);
+        l.s[0] = s.x, l.s[1] = s.y, l.s[2] = s.z, l.s[3] = s.w;
+        l.s[4] = load_stream4(rec + kScales + 128 + g * 4);
         return l;
     }
     __device__ static int code(const uint8_t* block, int i) {
         return (block[16 + 32 * (i >> 7) + (i & 31)] >> (2 * ((i >> 5) & 3))) & 3;
     }
-    __device__ static uint32_t word(const Lane& l, int b, int h) {
-        return (l.q[b >> 1] >> (2 * (2 * (b & 1) + h))) & 0x03030303u;
+    __device__ static uint32_t word(const Lane& l, int c, int b, int h) {
+        return (l.q[c][b >> 1] >> (2 * (2 * (b & 1) + h))) & 0x03030303u;
     }
-    __device__ static uint32_t pair(const Lane& l, int b, int h) {
-        return l.s[b >> 1] >> (16 * (b & 1) + 8 * h);
+    __device__ static uint32_t pair(const Lane& l, int c, int b, int h) {
+        return (b < 2 ? l.s[2 * c] : l.s[2 * c + 1]) >> (16 * (b & 1) + 8 * h);
     }
-    __device__ static float scale(const Lane& l, int b, int h) {
-        return __fmul_rn(half_bits(static_cast<uint16_t>(l.s[2])), static_cast<float>(pair(l, b, h) & 15));
+    __device__ static float scale(const Lane& l, int c, int b, int h) {
+        return __fmul_rn(half_bits(static_cast<uint16_t>(l.s[4])), static_cast<float>(pair(l, c, b, h) & 15));
     }
-    __device__ static float minimum(const Lane& l, int b, int h) {
-        float dmin = half_bits(static_cast<uint16_t>(l.s[2] >> 16));
-        return __fmul_rn(dmin, static_cast<float>((pair(l, b, h) >> 4) & 15));
+    __device__ static float minimum(const Lane& l, int c, int b, int h) {
+        float dmin = half_bits(static_cast<uint16_t>(l.s[4] >> 16));
+        return __fmul_rn(dmin, static_cast<float>((pair(l, c, b, h) >> 4) & 15));
     }
     __device__ static void pack_scales(const uint8_t* block, uint8_t* rec, int row, int) {
         for (int i = 0; i < 16; ++i) rec[kScales + row * 16 + i] = block[i];
@@ -332,28 +342,28 @@ struct Q2_K : RecordType<256, 84, 2, 0, 3> {
     }
 };
 // IQ4_XS: d, eight 6-bit scales as 2 + 4 bytes: 8 bytes a row.
-struct IQ4_XS : RecordType<256, 136, 4, 0, 3> {
+struct IQ4_XS : RecordType<256, 136, 4, 0, 2> {
     static constexpr bool kHalf = false, kMin = false;
     static constexpr int kMul = 1;
     __device__ static int low_bit(int, int h, int e) { return 16 * h + 4 * e; }
-    __device__ static Lane load(const uint8_t* rec, int chunk, int lane) {
+    __device__ static Lane load(const uint8_t* rec, int lane) {
         Lane l;
-        load_planes(l, rec, chunk, lane);
+        load_planes(l, rec, lane);
         uint2 s = load_stream8(rec + kScales + (lane >> 2) * 8);
-        l.s[0] = s.x, l.s[1] = s.y, l.s[2] = chunk;
+        l.s[0] = s.x, l.s[1] = s.y;
         return l;
     }
     __device__ static int code(const uint8_t* block, int i) {
         return (block[8 + 16 * (i >> 5) + (i & 15)] >> (4 * ((i >> 4) & 1))) & 15;
     }
-    __device__ static uint32_t word(const Lane& l, int b, int h) { return iq4_word(l.q[b], h); }
-    __device__ static float scale(const Lane& l, int b, int) {
-        int j = 4 * l.s[2] + b;
+    __device__ static uint32_t word(const Lane& l, int c, int b, int h) { return iq4_word(l.q[c][b], h); }
+    __device__ static float scale(const Lane& l, int c, int b, int) {
+        int j = 4 * c + b;
         uint32_t low = (l.s[1] >> (4 * j)) & 15, top = (l.s[0] >> (16 + 2 * j)) & 3;
         int sc = static_cast<int>(low | top << 4) - 32;
         return __fmul_rn(half_bits(static_cast<uint16_t>(l.s[0])), static_cast<float>(sc));
     }
-    __device__ static float minimum(const Lane&, int, int) { return 0.0f; }
+    __device__ static float minimum(const Lane&, int, int, int) { return 0.0f; }
     __device__ static void pack_scales(const uint8_t* block, uint8_t* rec, int row, int) {
         for (int i = 0; i < 8; ++i) rec[kScales + row * 8 + i] = block[i];
     }
@@ -398,9 +408,10 @@ __device__ inline float4 row_values(const uint8_t* w, int row, int k, int row_le
         int64_t records = row_length * 128 / Q::kRecK;
         const uint8_t* rec = w + ((row >> 3) * records + k / Q::kRecK) * Q::kRecord;
         int b = (k >> 5) & 3, h = (k >> 4) & 1, t = (k >> 2) & 3;
-        typename Q::Lane l = Q::load(rec, (k % Q::kRecK) >> 7, (row & 7) * 4 + t);
-        uint32_t w4 = Q::word(l, b, h);
-        float scale = Q::scale(l, b, h), minimum = Q::minimum(l, b, h);
+        int c = (k % Q::kRecK) >> 7;
+        typename Q::Lane l = Q::load(rec, (row & 7) * 4 + t);
+        uint32_t w4 = Q::word(l, c, b, h);
+        float scale = Q::scale(l, c, b, h), minimum = Q::minimum(l, c, b, h);
         float v[4];
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
