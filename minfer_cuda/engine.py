@@ -6,19 +6,24 @@ the state of the sampler; the engine owns the order of calls and the record of w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
+from minfer_cuda.config import Qwen2Config
+from minfer_cuda.errors import ContextFullError, UsageError
 from minfer_cuda.sampling import SamplingParams
 
 
 @dataclass(frozen=True)
 class Token:
     """One sampled token. `logprobs`: the most likely ids with natural-log probabilities, of the
-    distribution before temperature and filters, when they were asked for; `logprob` is this id's."""
+    distribution before temperature and filters, when they were asked for; `logprob` is of `id`."""
 
     id: int
     logprob: float | None = None
@@ -26,7 +31,11 @@ class Token:
 
 
 class Runner(Protocol):
-    """The device side of the engine. Calls are enqueued in order; only `logits` and `read` wait."""
+    """The device side of the engine. Calls are enqueued in order; only `logits` and `read` wait.
+
+    A runner may put an enqueued `step` off until something needs it, so an error of the step may
+    come out of a later call; what the cache holds after the calls is the same.
+    """
 
     n_ctx: int
     n_batch: int  # most rows of one `prefill` call
@@ -48,8 +57,9 @@ class Runner(Protocol):
         exempt: frozenset[int],
         n_logprobs: int = 0,
     ) -> None:
-        """Load the sampler's state: `history` seeds the penalty window, `exempt` (end tokens) are
-        never penalised. The random counter is the number of tokens sampled since."""
+        """Load the sampler's state and forget draws not read: `history` seeds the penalty window,
+        `exempt` (end tokens) are never penalised. The random counter is the number of tokens
+        sampled since."""
 
     def sample(self) -> None:
         """Enqueue: draw the next token from the logits at hand."""
@@ -62,3 +72,188 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Free everything."""
+
+
+FinishReason = Literal["stop", "length", "interrupted"]
+
+
+@dataclass
+class Stats:
+    """What a generation did; kept current while it runs. Seconds are of the wall clock."""
+
+    seed: int
+    prompt_tokens: int
+    reused_tokens: int = 0  # of the prompt, already in the cache
+    prefill_seconds: float = 0.0  # from the start until the first token
+    generated_tokens: int = 0
+    decode_seconds: float = 0.0  # from the first token until the last
+    finish_reason: FinishReason = "interrupted"  # until it ends by itself
+
+    @property
+    def prefill_rate(self) -> float:
+        """Prompt tokens forwarded per second."""
+        return _rate(self.prompt_tokens - self.reused_tokens, self.prefill_seconds)
+
+    @property
+    def decode_rate(self) -> float:
+        """Tokens per second after the first."""
+        return _rate(self.generated_tokens - 1, self.decode_seconds)
+
+
+def _rate(tokens: int, seconds: float) -> float:
+    return max(tokens, 0) / seconds if seconds > 0 else 0.0
+
+
+class Engine:
+    """Generates from prompts, forwarding only what the cache does not hold yet.
+
+    `tokens` are the ids whose keys and values the cache holds, at positions 0, 1, ...: exact
+    whenever the caller has control, after an early end of the iteration and after an error too.
+    """
+
+    def __init__(self, runner: Runner, config: Qwen2Config):
+        self.runner = runner
+        self.config = config
+        self.tokens: list[int] = []
+        self.stats = Stats(seed=0, prompt_tokens=0)
+        self._settled = 0  # tokens whose forward is certain; a step put off may yet fail
+
+    @property
+    def n_ctx(self) -> int:
+        return self.runner.n_ctx
+
+    def rollback(self, n: int) -> None:
+        """Keep only the first n tokens of the cache."""
+        del self.tokens[n:]
+        self._settled = min(self._settled, n)
+
+    def generate(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        max_tokens: int | None = None,
+        end_ids: frozenset[int] = frozenset(),
+        n_logprobs: int = 0,
+    ) -> Iterator[Token]:
+        """Yield tokens until an end token (yielded and counted too), `max_tokens`, or the context.
+
+        None takes the room that is left: the prompt and all tokens but the last must fit n_ctx.
+        Raises at once, before anything is written: UsageError for an empty prompt, an id that does
+        not exist or a bad parameter; ContextFullError for a prompt longer than n_ctx.
+        """
+        prompt = self._checked(prompt_ids)
+        params.validate(self.config.n_vocab)
+        if max_tokens is not None and max_tokens < 0:
+            raise UsageError(f"max_tokens is {max_tokens}: must be >= 0")
+        room = self.n_ctx - len(prompt) + 1
+        limit = room if max_tokens is None else min(max_tokens, room)
+        seed = secrets.randbits(64) if params.seed is None else params.seed
+        self.stats = Stats(seed=seed, prompt_tokens=len(prompt))
+        return self._generate(prompt, params, limit, frozenset(end_ids), n_logprobs)
+
+    def logits(self, ids: Sequence[int], n_out: int | None = None) -> np.ndarray:
+        """Logits of the last `n_out` of `ids` (None: all): float32 (n_out, V), on the host.
+
+        All of `ids` are forwarded, from position 0. Raises as `generate` does.
+        """
+        prompt = self._checked(ids)
+        wanted = len(prompt) if n_out is None else n_out
+        if not 1 <= wanted <= len(prompt):
+            raise UsageError(f"n_out is {wanted}: must be in 1..{len(prompt)}")
+        self.rollback(0)
+        parts = []
+        with self._exact_tokens():
+            for chunk in self._chunks(prompt):
+                rows = min(len(chunk), len(self.tokens) + len(chunk) - (len(prompt) - wanted))
+                self._prefill(chunk, max(rows, 1))
+                if rows > 0:
+                    parts.append(self.runner.logits(rows))
+        return np.concatenate(parts)
+
+    def _checked(self, ids: Sequence[int]) -> list[int]:
+        prompt = [int(i) for i in ids]
+        if not prompt:
+            raise UsageError("the prompt is empty: there is no token to continue from")
+        for token in prompt:
+            if not 0 <= token < self.config.n_vocab:
+                raise UsageError(f"token id {token} is not in 0..{self.config.n_vocab - 1}")
+        if len(prompt) > self.n_ctx:
+            raise ContextFullError(len(prompt), self.n_ctx)
+        return prompt
+
+    def _generate(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        limit: int,
+        end_ids: frozenset[int],
+        n_logprobs: int,
+    ) -> Iterator[Token]:
+        stats = self.stats
+        start = first = time.perf_counter()
+        with self._exact_tokens():
+            stats.reused_tokens = self._common_prefix(prompt)
+            self.rollback(stats.reused_tokens)
+            for chunk in self._chunks(prompt[stats.reused_tokens :]):
+                self._prefill(chunk, 1)
+            self.runner.begin(params, stats.seed, prompt, end_ids, n_logprobs)
+            if limit > 0:
+                self.runner.sample()
+            for n in range(limit):
+                more = n + 1 < limit
+                token = self._next(len(prompt) + n if more else None)
+                now = time.perf_counter()
+                if n == 0:
+                    first, stats.prefill_seconds = now, now - start
+                stats.decode_seconds = now - first
+                stats.generated_tokens = n + 1
+                if token.id in end_ids:
+                    stats.finish_reason = "stop"
+                    yield token
+                    return
+                if not more:
+                    stats.finish_reason = "length"
+                yield token
+            stats.finish_reason = "length"
+
+    def _next(self, position: int | None) -> Token:
+        """The oldest draw, after its forward at `position` has been put on its way: the device
+        works on the next token while the host deals with this one."""
+        settled = len(self.tokens)
+        if position is not None:
+            self.runner.step(position)
+        token = self.runner.read()
+        self._settled = settled
+        if position is not None:
+            self.tokens.append(token.id)
+        return token
+
+    def _common_prefix(self, prompt: list[int]) -> int:
+        """How many of the cache's tokens begin `prompt`; its last token is always forwarded."""
+        for i, (held, wanted) in enumerate(zip(self.tokens, prompt, strict=False)):
+            if held != wanted:
+                return i
+        return min(len(self.tokens), len(prompt) - 1)
+
+    def _chunks(self, ids: list[int]) -> Iterator[list[int]]:
+        n = self.runner.n_batch
+        return (ids[i : i + n] for i in range(0, len(ids), n))
+
+    def _prefill(self, ids: list[int], n_out: int) -> None:
+        self.runner.prefill(ids, len(self.tokens), n_out)
+        self.tokens.extend(ids)
+        self._settled = len(self.tokens)
+
+    @contextmanager
+    def _exact_tokens(self) -> Iterator[None]:
+        """After an error, `tokens` has only what the cache holds for certain."""
+        try:
+            yield
+        except GeneratorExit:
+            raise  # the consumer stopped at a yield
+        except KeyboardInterrupt:
+            self.rollback(self._settled)
+            raise
+        except BaseException:
+            self.rollback(0)  # the device, or the numbers, cannot be trusted
+            raise
