@@ -116,7 +116,7 @@ __device__ inline float4 combine_warps(const float* sums, const float2* stats, i
 #pragma unroll
     for (int w = 0; w < Tile::kSlots; ++w) {
         const int slot = w * Tile::kRows + row;
-        const float weight = exp2f(stats[slot].x - base);
+        const float weight = exp2_fast(stats[slot].x - base);
         sum = fmaf(stats[slot].y, weight, sum);
         add_scaled(v, sums + slot * Tile::kSumStride + dim, weight);
     }
@@ -151,7 +151,7 @@ __device__ inline void merge_splits(const float* sums, const float2* stats, cons
         top = warp_max(top);
         for (int s = threadIdx.x % kWarp; s < active; s += kWarp) {
             const float2 stat = stats[s * Tile::kRows + row];
-            weights[row * active + s] = exp2f(stat.x - top);
+            weights[row * active + s] = exp2_fast(stat.x - top);
             sum = fmaf(stat.y, weights[row * active + s], sum);
         }
         sum = 1.0f / warp_sum(sum);

@@ -15,9 +15,10 @@ __device__ inline float minus_infinity() { return __uint_as_float(0xff800000u); 
 __device__ inline float exponent_base(float top) { return top == minus_infinity() ? 0.0f : top; }
 
 __device__ inline uint32_t pack_half2(float low, float high) {
-    const uint32_t l = __half_as_ushort(__float2half_rn(low));
-    const uint32_t h = __half_as_ushort(__float2half_rn(high));
-    return l | h << 16;
+    const __half2 pair = __floats2half2_rn(low, high);
+    uint32_t bits;
+    memcpy(&bits, &pair, sizeof bits);
+    return bits;
 }
 
 // ---- staging ------------------------------------------------------------------------------------
@@ -45,14 +46,14 @@ __device__ inline void copy_chunk(__half* to, const float* from, bool valid) {
 // Keys first..first + 63 of one kv head. Rows at or past `length` may hold anything and become zeros.
 template <typename KV, int E>
 __device__ inline void stage_tile(__half* tile, const KV* head, int first, int length, int64_t stride) {
-    constexpr int kChunks = E / 8;
+    constexpr int kChunks = E / 8, kStep = kThreads / kChunks;
+    static_assert(kStep % 8 == 0, "a thread's rows share their swizzle");
+    const int row = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
+    __half* to = tile + tile_offset<E>(row, chunk);
+    const KV* from = head + (first + row) * stride + chunk * 8;
 #pragma unroll
-    for (int i = threadIdx.x; i < kKeys * kChunks; i += kThreads) {
-        const int row = i / kChunks, chunk = i % kChunks;
-        const bool valid = first + row < length;
-        const int64_t key = valid ? first + row : 0;
-        copy_chunk(tile + tile_offset<E>(row, chunk), head + key * stride + chunk * 8, valid);
-    }
+    for (int step = 0; step < kKeys; step += kStep)
+        copy_chunk(to + step * E, from + step * stride, first + row + step < length);
 }
 
 // The rows of a tile: (token, head of the group) pairs of one kv head.
@@ -146,12 +147,12 @@ __device__ inline void weigh(float s[KEYS / 8][4], Rows<E>& rows) {
         top = fmaxf(top, __shfl_xor_sync(kFull, top, 1));
         top = fmaxf(top, __shfl_xor_sync(kFull, top, 2));
         const float base = exponent_base(top);
-        const float shrink = exp2f(rows.top[half] - base);
+        const float shrink = exp2_fast(rows.top[half] - base);
         float sum = rows.sum[half] * shrink;
 #pragma unroll
         for (int n = 0; n < KEYS / 8; ++n) {
-            s[n][2 * half] = exp2f(s[n][2 * half] - base);
-            s[n][2 * half + 1] = exp2f(s[n][2 * half + 1] - base);
+            s[n][2 * half] = exp2_fast(s[n][2 * half] - base);
+            s[n][2 * half + 1] = exp2_fast(s[n][2 * half + 1] - base);
             sum += s[n][2 * half] + s[n][2 * half + 1];
         }
         rows.top[half] = top;

@@ -199,6 +199,17 @@ __device__ inline float warp_max(float v) {
     return v;
 }
 
+// 2^x in one instruction (ex2.approx.ftz, 2 ulp; results below 2^-126 are zero).
+__device__ inline float exp2_fast(float x) {
+#ifdef MINFER_SIMT
+    return exp2f(x);
+#else
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#endif
+}
+
 // One 32-value group of layout 1 (ARCHITECTURE.md): value = d * q, lo and hi the sums of q over
 // values 0-15 and 16-31.
 struct GroupScale {
