@@ -29,6 +29,10 @@ class TemplateError(MinferError):
     """The chat template is missing or does not render these messages."""
 
 
+class SessionError(MinferError):
+    """A saved conversation cannot be read or written."""
+
+
 class ContextFullError(MinferError):
     """A position at or past n_ctx was asked for. Nothing has been written."""
 
