@@ -1,7 +1,7 @@
 // attention<KV, E, WARPS_M, WARPS_K>: out[t, h] = softmax(q[t, h] k^T / sqrt(E)) v, causal
 //   q         (T, H, E) float, rotated          k, v  (S, G, E) KV, one layer: __half or float
 //   position  int32 in device memory: the position of token 0; token t sees keys 0..*position + t
-//   out       (T, H*E) float
+//   out       (T, H*E) float; qs (T, Kp), ds (T, Kp/32): the same in layout 1; null: not written
 //   partials  per (row tile, kv head, split): ROWS x E float sums, behind all of them ROWS x {m, l}
 //   arrivals  int per (row tile, kv head), zero before and after every launch
 // Query head h reads kv head h / R, R = H/G. The rows of a tile are the (token, head of the group)
@@ -18,7 +18,9 @@
 // Bytes   decode 2*G*E*sizeof(KV) per position: 7B at 16,384 33.6 MB -> 7.8 us a layer at 4.3 TB/s
 //         (H200), 0.5B 8.4 MB -> 1.95 us. Prefill 4*T*S*H*E operations, half of them masked: 7B,
 //         2,048 tokens 30 GFLOP a layer -> 49 us at 608 TFLOP/s.
-// Registers  E 128: 4 x 1 REGS; 1 x 4 REGS. E 64: REGS.
+// Registers  sm_90, 4 x 1 and 1 x 4: f16 cache E 64 167, 118, E 128 219, 164 (2 to 4 blocks an SM);
+//         f32 cache 168, 166 and 255, 255. No spills from sm_75 to sm_120.
+// Shared  64 KB, E 64 4 x 1 32 KB: at most what sm_75 has.
 #include "attention.cuh"
 #include "q8.cuh"
 

@@ -6,11 +6,15 @@
 // Launch  grid = (T, ceil((H+2G)*E/2 / 128)), block = 128: a thread per pair (i, i + E/2) of a head.
 // Bytes   a token reads (H+2G)*E*4 twice (qkv, bias) and E*4, writes H*E*4 + 2*G*E*sizeof(KV).
 //         7B, 2,048 tokens: 38 + 29 + 4 MB -> 17 us at 4.3 TB/s (H200). Decode: one launch's latency.
-// Registers  20 to 24 (sm_75 to sm_120).
+// Registers  24 to 28 (sm_75 to sm_120).
 // A position at or past S is refused by the host; here nothing is written for it.
 #include "rope.cuh"
 
 constexpr int kThreads = 128;
+
+struct RopeShape {
+    int tokens, heads, kv_heads, head_dim, context;  // T, H, G, E, S
+};
 
 template <typename KV>
 __global__ void __launch_bounds__(kThreads)
@@ -23,7 +27,7 @@ __global__ void __launch_bounds__(kThreads)
     const int head = pair / half_dim;
     const int i = pair % half_dim;
     const int token = blockIdx.x;
-    const int pos = *position + token;
+    const int64_t pos = static_cast<int64_t>(*position) + token;
     if (head >= shape.heads + 2 * shape.kv_heads || pos < 0 || pos >= shape.context) return;
 
     const int column = head * shape.head_dim + i;
@@ -33,7 +37,7 @@ __global__ void __launch_bounds__(kThreads)
     const float b0 = bias[column];
     const float b1 = bias[column + half_dim];
 
-    const int64_t kv_row = static_cast<int64_t>(pos) * shape.kv_heads;
+    const int64_t kv_row = pos * shape.kv_heads;
     const int k_head = head - shape.heads;
     const int v_head = k_head - shape.kv_heads;
     if (v_head >= 0) {
@@ -42,7 +46,7 @@ __global__ void __launch_bounds__(kThreads)
         store_kv(out + half_dim, __fadd_rn(x1, b1));
         return;
     }
-    const float2 y = rope_pair(x0, x1, b0, b1, table[static_cast<int64_t>(pos) * half_dim + i]);
+    const float2 y = rope_pair(x0, x1, b0, b1, table[pos * half_dim + i]);
     if (k_head >= 0) {
         KV* out = k_cache + (kv_row + k_head) * shape.head_dim + i;
         store_kv(out, y.x);

@@ -5,10 +5,6 @@
 
 #include "common.cuh"
 
-struct RopeShape {
-    int tokens, heads, kv_heads, head_dim, context;  // T, H, G, E, S
-};
-
 // The NEOX pair (i, i + E/2) of a head: projections `x0`, `x1` without their biases `b0`, `b1`, and
 // (cos, sin) `cs` of the pair's angle, YaRN's scale folded in.
 __device__ inline float2 rope_pair(float x0, float x1, float b0, float b1, float2 cs) {

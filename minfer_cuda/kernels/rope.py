@@ -16,7 +16,7 @@ _BLOCK = 128
 
 
 class _Shape(ctypes.Structure):
-    """RopeShape of cuda/rope.cuh."""
+    """RopeShape of cuda/rope.cu."""
 
     _fields_ = [
         (name, ctypes.c_int32) for name in ("tokens", "heads", "kv_heads", "head_dim", "context")

@@ -1,0 +1,263 @@
+"""attention: one kernel for prefill and decode, against float64 NumPy.
+
+Every cache is NaN behind the last key and every output starts as NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from minfer_cuda.errors import KernelError
+from minfer_cuda.kernels import Device
+from minfer_cuda.kernels.attention import MAX_SPLITS, Plan, attention, instances, plan
+
+SMS = 6  # of the card that the tests' plans are for: few, so that calls are split little
+
+
+@dataclass
+class Case:
+    """Arguments of one call: the tokens' positions are past..past + T - 1."""
+
+    q: np.ndarray  # (T, H, E) float32
+    k: np.ndarray  # (past + T, G, E)
+    v: np.ndarray
+    past: int
+
+    @classmethod
+    def random(
+        cls, tokens: int, group: int, kv_heads: int, head_dim: int, past: int, kv: str = "float16"
+    ) -> Case:
+        rng = np.random.default_rng(1000 * past + 10 * tokens + group)
+        q = rng.standard_normal((tokens, group * kv_heads, head_dim)).astype(np.float32)
+        k, v = rng.standard_normal((2, past + tokens, kv_heads, head_dim)).astype(kv)
+        return cls(q, k, v, past)
+
+    def plan(self, splits: int = 1, min_tiles: int = 4) -> Plan:
+        tokens, heads, head_dim = self.q.shape
+        how = plan(tokens, heads, self.k.shape[1], head_dim, 1024, SMS)
+        return replace(how, splits=splits, min_tiles=min_tiles)
+
+    def cache(self, x: np.ndarray) -> np.ndarray:
+        full = np.full((len(x) + 70, *x.shape[1:]), np.nan, x.dtype)
+        full[: len(x)] = x
+        return full
+
+    def run(self, device: Device, how: Plan | None = None, repeats: int = 1) -> np.ndarray:
+        """The float output (T, H, E); with repeats all of them, from the same scratch."""
+        how = how or self.plan()
+        tokens, heads, head_dim = self.q.shape
+        up = device.upload
+        q, k, v = up(self.q), up(self.cache(self.k)), up(self.cache(self.v))
+        position = up(np.array([self.past], np.int32))
+        partials = up(np.full(how.partials + 1, np.nan, np.float32))
+        arrivals = device.zeros(how.arrivals + 1, np.int32)
+        outs = []
+        for _ in range(repeats):
+            out = up(np.full((tokens, heads * head_dim), np.nan, np.float32))
+            attention(device, how, q, k, v, position, out=out, partials=partials, arrivals=arrivals)
+            outs.append(device.download(out).reshape(self.q.shape))
+        assert not device.download(arrivals).any()
+        return np.array(outs) if repeats > 1 else outs[0]
+
+    def reference(self, rounded: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Output, sum of weight * |v|, and the largest sum of |q k| of a score, in float64, each
+        (T, H, E). `rounded`: from the float16 values that the kernel multiplies."""
+        tokens, heads, head_dim = self.q.shape
+        group = heads // self.k.shape[1]
+        scale = np.log2(np.e) / np.sqrt(head_dim)
+        q, k, v = self.q.astype(np.float64) * scale, self.k, self.v
+        if rounded:
+            q = (self.q * np.float32(scale)).astype(np.float16).astype(np.float64)
+            k, v = k.astype(np.float16), v.astype(np.float16)
+        k = np.repeat(k.astype(np.float64), group, axis=1)
+        v = np.repeat(v.astype(np.float64), group, axis=1)
+        hidden = np.arange(len(k)) > self.past + np.arange(tokens)[:, None, None]
+        s = np.where(hidden, -np.inf, np.einsum("the,khe->thk", q, k))
+        p = np.exp2(s - s.max(axis=-1, keepdims=True))
+        p /= p.sum(axis=-1, keepdims=True)
+        size = np.einsum("the,khe->thk", np.abs(q), np.abs(k)).max(axis=-1)
+        out, spread = np.einsum("thk,khe->the", p, v), np.einsum("thk,khe->the", p, np.abs(v))
+        return out, spread, np.broadcast_to(size[..., None], out.shape)
+
+    def check(self, got: np.ndarray) -> None:
+        """Within the arithmetic of float16 operands and float32 sums.
+
+        A score sums E products in float32: it is off by at most E * 2^-24 * sum |q k|, its weight
+        by ln 2 times that, twice (numerator and denominator). Weights are rounded to float16
+        (2^-11; below 2^-14 by at most 2^-25 of the largest) and the two sums of n keys are off by
+        n * 2^-24 each.
+        """
+        want, spread, size = self.reference(rounded=True)
+        head_dim, keys = self.q.shape[2], len(self.k)
+        relative = 2 * np.log(2) * head_dim * 2.0**-24 * size + 2.0**-11 + (keys + 8) * 2.0**-23
+        bound = relative * spread + keys * 2.0**-25 * np.abs(self.v).max()
+        error = np.abs(got - want)
+        assert np.all(error <= bound), f"{np.nanmax(error / bound)} of the bound"
+
+
+@pytest.mark.parametrize("keys", [1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 300])
+def test_one_token_at_every_tile_edge(device: Device, keys: int) -> None:
+    case = Case.random(1, 7, 2, 64, past=keys - 1)
+    case.check(case.run(device))
+
+
+@pytest.mark.parametrize("kv", ["float16", "float32"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("group", [1, 5, 6, 8, 16])
+def test_any_number_of_query_heads_per_kv_head(
+    device: Device, group: int, head_dim: int, kv: str
+) -> None:
+    case = Case.random(1, group, 2, head_dim, past=69, kv=kv)
+    case.check(case.run(device))
+
+
+@pytest.mark.parametrize("kv", ["float16", "float32"])
+@pytest.mark.parametrize(
+    ("tokens", "group", "head_dim", "past"),
+    [(2, 7, 64, 63), (5, 5, 128, 30), (17, 7, 64, 0), (17, 4, 128, 100), (70, 1, 64, 33)],
+)
+def test_many_tokens_see_the_past_and_no_later_token(
+    device: Device, tokens: int, group: int, head_dim: int, past: int, kv: str
+) -> None:
+    case = Case.random(tokens, group, 1, head_dim, past, kv)
+    case.check(case.run(device))
+
+
+def test_float16_operands_cost_what_their_rounding_costs(device: Device) -> None:
+    case = Case.random(3, 7, 1, 64, past=40, kv="float32")
+    want, spread, size = case.reference(rounded=False)
+    # q, k: each score off by 2 * 2^-11 of its sum of |q k|; v and the weight: 2^-11 each
+    relative = 2 * np.log(2) * 2.0**-10 * size + 2.0**-10 + 2.0**-16
+    assert np.all(np.abs(case.run(device) - want) <= relative * spread)
+
+
+@pytest.mark.parametrize(("tokens", "head_dim"), [(1, 64), (1, 128), (17, 64)])
+@pytest.mark.parametrize("splits", [2, 5, 9])
+def test_splits_agree_with_one_and_repeat_their_bits(
+    device: Device, splits: int, tokens: int, head_dim: int
+) -> None:
+    # 17 tokens from 246 on cross 256: the last run of keys is hidden from the first of them
+    case = Case.random(tokens, 7, 1, head_dim, past=246 if tokens > 1 else 299)
+    first, second = case.run(device, case.plan(splits, min_tiles=1), repeats=2)
+    np.testing.assert_array_equal(first, second)
+    case.check(first)
+    one = case.run(device)
+    # weights of another maximum are rounded to float16 apart: 2^-11 each way
+    _, spread, _ = case.reference(rounded=True)
+    assert np.all(np.abs(first - one) <= 2.0**-10 * spread + 2.0**-16)
+
+
+def test_a_short_context_leaves_the_partials_alone(device: Device) -> None:
+    case = Case.random(1, 7, 1, 64, past=255)  # 4 tiles: one split's least
+    how = case.plan(splits=3)
+    np.testing.assert_array_equal(case.run(device, how), case.run(device))
+
+
+def test_one_plan_serves_every_position(device: Device) -> None:
+    how = Case.random(1, 7, 1, 64, past=0).plan(splits=4, min_tiles=1)
+    for past in (0, 63, 64, 130, 255, 256):
+        case = Case.random(1, 7, 1, 64, past)
+        case.check(case.run(device, how))
+
+
+@pytest.mark.parametrize("tokens", [1, 17])
+def test_all_scores_negative(device: Device, tokens: int) -> None:
+    case = Case.random(tokens, 5, 1, 64, past=66)
+    case.q, case.k = -np.abs(case.q) - 4, np.abs(case.k) + 4
+    case.check(case.run(device))
+
+
+def test_key_biases_of_211_are_no_matter(device: Device) -> None:
+    case = Case.random(2, 7, 1, 64, past=66)
+    case.k = (case.k + np.where(np.arange(64) % 9 == 4, 211, 0)).astype(np.float16)
+    case.check(case.run(device))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_scores_past_the_range_of_float16(device: Device, head_dim: int) -> None:
+    case = Case.random(2, 6, 1, head_dim, past=66)
+    case.q[:], case.k[:] = 79, 400  # q k / sqrt(E) = 252,800 and more
+    mean = np.array([case.v[: 67 + t, 0].astype(np.float64).mean(axis=0) for t in (0, 1)])
+    assert np.abs(case.run(device) - mean[:, None]).max() <= 4 * 2.0**-11
+    case.k[21] = 402  # the winner by 1,264
+    np.testing.assert_array_equal(
+        case.run(device), np.broadcast_to(case.v[21], case.q.shape).astype(np.float32)
+    )
+
+
+@pytest.mark.parametrize(("tokens", "group", "head_dim"), [(1, 2, 64), (2, 7, 128), (1, 1, 64)])
+def test_q8_output_is_the_float_output_quantised(
+    device: Device, tokens: int, group: int, head_dim: int
+) -> None:
+    case = Case.random(tokens, group, 1, head_dim, past=5)
+    width = group * head_dim
+    padded = -(-width // 128) * 128
+    up = device.upload
+    out = device.empty((tokens, width), np.float32)
+    qs = up(np.full((tokens, padded), 99, np.int8))
+    ds = up(np.full((tokens, padded // 32), -1, np.int64))
+    where = up(np.array([5], np.int32))
+    k, v = up(case.cache(case.k)), up(case.cache(case.v))
+    attention(device, case.plan(), up(case.q), k, v, where, out=out, qs=qs, ds=ds)
+
+    x = np.zeros((tokens, padded), np.float32)
+    x[:, :width] = device.download(out)
+    amax = np.abs(x.reshape(tokens, -1, 32)).max(axis=-1, keepdims=True)
+    ratio = np.divide(
+        x.reshape(tokens, -1, 32),
+        amax,
+        where=amax > 0,
+        out=np.zeros((*amax.shape[:2], 32), np.float32),
+    )
+    want = np.rint(ratio * np.float32(127)).astype(np.int8)
+    # layout 1: value k of 128 at t*32 + b*8 + h*4 + e
+    layout = device.download(qs).reshape(tokens, -1, 4, 4, 2, 4)  # group, t, b, h, e
+    got = layout.transpose(0, 1, 3, 4, 2, 5).reshape(tokens, -1, 32)  # group, b, h, t, e
+    np.testing.assert_array_equal(got, want)
+    scales = device.download(ds)
+    np.testing.assert_array_equal(
+        scales.view(np.float32).reshape(tokens, -1, 2)[..., 0], amax[..., 0] / np.float32(127)
+    )
+    sums = scales.view(np.int16).reshape(tokens, -1, 4)[..., 2:]
+    np.testing.assert_array_equal(sums, want.reshape(tokens, -1, 2, 16).sum(axis=-1))
+
+
+def test_plans_fill_the_card_and_never_more_than_the_context() -> None:
+    assert plan(1, 14, 2, 64, 16384, 132) == Plan(2, 64, 1, 16, 64)
+    assert plan(1, 28, 4, 128, 16384, 132) == Plan(4, 128, 1, 16, 64)
+    assert plan(1, 28, 4, 128, 32768, 132).splits == 66
+    assert plan(1, 14, 2, 64, 256, 132).splits == 1
+    assert plan(1, 2, 1, 64, 2**20, 132).splits == MAX_SPLITS
+    assert plan(2048, 28, 4, 128, 16384, 132) == Plan(4, 128, 224, 64, 1)
+    assert plan(1, 14, 2, 64, 256, 132).partials == 0
+    assert plan(1, 14, 2, 64, 512, 132).partials == 2 * 2 * 16 * 66
+    assert all(
+        p.shared_bytes <= 65536 for p in (Plan(1, e, 1, r, 1) for e in (64, 128) for r in (16, 64))
+    )
+
+
+def test_instances_are_named_once_each() -> None:
+    names = instances([])
+    assert len(names) == len(set(names)) == 8
+    assert "attention<__half, 64, 1, 4>" in names
+
+
+def test_wrong_arguments_are_named_with_what_was_expected(device: Device) -> None:
+    case = Case.random(1, 7, 1, 64, past=0)
+    up = device.upload
+    q, k, v = up(case.q), up(case.cache(case.k)), up(case.cache(case.v))
+    position = up(np.zeros(1, np.int32))
+    out = device.empty((1, 448), np.float32)
+    with pytest.raises(KernelError, match="attention: v_cache is .* float32, expected .* float16"):
+        attention(
+            device, case.plan(), q, k, up(case.cache(case.v.astype(np.float32))), position, out=out
+        )
+    with pytest.raises(KernelError, match="expected out, or qs and ds"):
+        attention(device, case.plan(), q, k, v, position)
+    with pytest.raises(KernelError, match="partials is missing, expected 2112 or more float32"):
+        attention(device, case.plan(splits=2), q, k, v, position, out=out)
+    with pytest.raises(KernelError, match="does not fit 1 tokens"):
+        attention(device, replace(case.plan(), row_tiles=2), q, k, v, position, out=out)
