@@ -1,0 +1,357 @@
+// Every access of a kernel, checked against shadow words: two of 64 bits for each byte of shared and
+// global memory, who wrote it last and who read it.
+//   thread 10 | epoch 18 | time 15 | place 18 | flags 3
+// epoch: barrier intervals since the launch began (0: before it); time: __syncwarps of the warp in that
+// interval; place: the program counter from the library's start.
+// Two accesses by different threads, one of them a write, race unless a barrier lies between (another
+// epoch) or a __syncwarp of both lanes (WarpClock). Between blocks nothing orders them except a
+// __threadfence and an atomic of the writer followed by an atomic of the reader.
+#include "runtime.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <vector>
+
+namespace {
+constexpr uint64_t kEpochs = 1 << 18, kTimes = 1 << 15, kPlaces = 1 << 18;
+enum : uint64_t { kAtomic = 1, kInitial = 4 };                     // of a write word; never 0 once written
+enum : uint64_t { kLanes = 1, kWarps = 2, kOtherBlocks = 4 };      // of a read word: read by more than one
+
+uint64_t thread_of(uint64_t w) { return w >> 54; }
+uint64_t epoch_of(uint64_t w) { return w >> 36 & (kEpochs - 1); }
+uint64_t time_of(uint64_t w) { return w >> 21 & (kTimes - 1); }
+uint64_t place_of(uint64_t w) { return w >> 3 & (kPlaces - 1); }
+
+struct Region {
+    uint64_t begin, end;
+    uint64_t *writes, *reads;
+    bool shared;
+};
+struct Block {
+    uint64_t first_epoch, released_epoch;
+};
+
+std::vector<Region> regions;
+size_t recent;  // region of the last access
+std::vector<Block> blocks;
+std::vector<uint64_t> shared_words;
+uint64_t fence_epoch;  // of the block's last __threadfence, 0: none
+bool acquired;         // the block has done an atomic on global memory
+
+enum Access { kRead, kWrite, kAtomicUpdate, kVolatile };
+struct Visit {
+    Access access;
+    uint64_t address;
+    unsigned bytes;
+    uint64_t me;  // the word of this access
+    const Fibre* self;
+    void* frame;
+    bool shared;
+};
+
+uint64_t word(const Fibre& self, uint64_t pc) {
+    uint64_t place = pc - g.launch.module.image_begin;
+    if (place >= kPlaces) place = 0;
+    const uint64_t time = g.clocks[self.thread / kWarpSize].now;
+    return static_cast<uint64_t>(self.thread) << 54 | g.epoch << 36 | time << 21 | place << 3;
+}
+
+bool ordered(uint64_t w, const Fibre& self) {
+    if (epoch_of(w) < g.epoch) return true;
+    const int thread = static_cast<int>(thread_of(w));
+    if (thread == self.thread) return true;
+    if (thread / kWarpSize != self.thread / kWarpSize) return false;
+    const WarpClock& clock = g.clocks[thread / kWarpSize];
+    return time_of(w) < clock.known_to_all ||
+           (clock.partial && time_of(w) < clock.known[self.thread % kWarpSize][thread % kWarpSize]);
+}
+// The same for a word that stands for several readers.
+bool readers_ordered(uint64_t w, const Fibre& self) {
+    if (epoch_of(w) < g.epoch) return true;
+    if (w & kWarps) return false;
+    if (w & kLanes)
+        return static_cast<int>(thread_of(w)) / kWarpSize == self.thread / kWarpSize &&
+               time_of(w) < g.clocks[self.thread / kWarpSize].known_to_all;
+    return ordered(w, self);
+}
+bool released(uint64_t epoch) {
+    if (!acquired) return false;
+    size_t low = 0, high = blocks.size();
+    while (high - low > 1) {
+        const size_t middle = (low + high) / 2;
+        (blocks[middle].first_epoch <= epoch ? low : high) = middle;
+    }
+    return blocks[low].released_epoch >= epoch;
+}
+
+const char* name_of(Access access) {
+    return access == kWrite ? "write" : access == kAtomicUpdate ? "atomic" : "read";
+}
+
+[[noreturn]] void race(const Visit& v, uint64_t other, const char* did, bool between_blocks) {
+    SimtFault& fault = *g.fault;
+    fault.address = v.address;
+    fault.bytes = v.bytes;
+    if (place_of(other)) fault.other_frames[0] = g.launch.module.image_begin + place_of(other);
+    if (between_blocks)
+        stop(kRace, v.frame, "%s of %s memory that another block of the launch %s", name_of(v.access),
+             v.shared ? "shared" : "global", did);
+    const unsigned thread = static_cast<unsigned>(thread_of(other)), *size = g.launch.block;
+    fault.has_other = 1;
+    fault.other_thread[0] = thread % size[0];
+    fault.other_thread[1] = thread / size[0] % size[1];
+    fault.other_thread[2] = thread / size[0] / size[1];
+    stop(kRace, v.frame, "%s of %s memory that another thread %s with no barrier between", name_of(v.access),
+         v.shared ? "shared" : "global", did);
+}
+
+void check_against_write(const Visit& v, uint64_t w) {
+    if (v.access == kAtomicUpdate && w & kAtomic) return;
+    const uint64_t epoch = epoch_of(w);
+    const char* did = w & kAtomic ? "updates atomically" : "writes";
+    if (epoch >= g.block_epoch) {
+        if (!ordered(w, *v.self)) race(v, w, did, false);
+    } else if (epoch != 0 && !v.shared && !released(epoch)) {
+        race(v, w, did, true);
+    }
+}
+void check_against_reads(const Visit& v, uint64_t r) {
+    if (v.shared && epoch_of(r) < g.block_epoch) return;
+    if (!v.shared && ((epoch_of(r) != 0 && epoch_of(r) < g.block_epoch) || r & kOtherBlocks)) {
+        if (!acquired) race(v, r, "reads", true);
+        return;
+    }
+    if (!readers_ordered(r, *v.self)) race(v, r, "reads", false);
+}
+
+bool initialised(const Visit& v, uint64_t w) { return v.shared ? epoch_of(w) >= g.block_epoch : w != 0; }
+
+[[noreturn]] void uninitialised(const Visit& v) {
+    g.fault->address = v.address;
+    g.fault->bytes = v.bytes;
+    stop(kUninitialised, v.frame, "%s of %u bytes of %s memory that nothing has written", name_of(v.access),
+         v.bytes, v.shared ? "shared" : "global");
+}
+
+// What the read word becomes when this access joins it.
+uint64_t joined(const Visit& v, uint64_t r) {
+    const uint64_t epoch = epoch_of(r);
+    uint64_t flags = r & kOtherBlocks;
+    if (!v.shared && epoch != 0 && epoch < g.block_epoch) flags = kOtherBlocks;
+    if (v.shared && epoch < g.block_epoch) flags = 0;
+    if (epoch < g.block_epoch || readers_ordered(r & ~kOtherBlocks, *v.self)) return v.me | flags;
+    const bool same_warp = thread_of(r) / kWarpSize == thread_of(v.me) / kWarpSize && !(r & kWarps);
+    return v.me | flags | (same_warp ? kLanes : kWarps);
+}
+
+void visit(const Visit& v, const Region& region) {
+    uint64_t* writes = region.writes + (v.address - region.begin);
+    uint64_t* reads = region.reads + (v.address - region.begin);
+    const bool writing = v.access == kWrite || v.access == kAtomicUpdate;
+    const uint64_t flag = v.access == kAtomicUpdate ? kAtomic : 0ull;
+    uint64_t last_w = 0, last_r = 0, next_r = 0;
+    for (unsigned i = 0; i < v.bytes; ++i) {
+        const uint64_t w = writes[i], r = reads[i];
+        if (i == 0 || w != last_w || r != last_r) {  // bytes of a word mostly share their history
+            if (v.access != kWrite && !initialised(v, w)) uninitialised(v);
+            if (v.access != kVolatile) check_against_write(v, w);
+            if (writing && r) check_against_reads(v, r);
+            if (v.access == kRead) next_r = r ? joined(v, r) : v.me;
+            last_w = w;
+            last_r = r;
+        }
+        if (writing) writes[i] = v.me | kInitial | flag;
+        if (v.access == kRead) reads[i] = next_r;
+    }
+}
+
+[[noreturn]] void out_of_bounds(const Visit& v) {
+    g.fault->address = v.address;
+    g.fault->bytes = v.bytes;
+    stop(kOutOfBounds, v.frame, "%s of %u bytes outside of every buffer", name_of(v.access), v.bytes);
+}
+
+const Region* find(uint64_t address, uint64_t end) {
+    if (recent < regions.size() && address >= regions[recent].begin && end <= regions[recent].end)
+        return &regions[recent];
+    for (size_t i = 0; i < regions.size(); ++i)
+        if (address >= regions[i].begin && end <= regions[i].end) {
+            recent = i;
+            return &regions[i];
+        }
+    return nullptr;
+}
+
+void check(const Fibre& self, uint64_t address, unsigned bytes, Access access, bool aligned, void* frame) {
+    const uint64_t stack = reinterpret_cast<uint64_t>(self.stack);
+    if (address - stack < kStackBytes) return;
+    const uint64_t pc = reinterpret_cast<uint64_t>(static_cast<void**>(frame)[1]);
+    Visit v{access, address, bytes, word(self, pc), &self, frame, false};
+    const Region* region = find(address, address + bytes);
+    if (!region) {
+        const SimtModule& m = g.launch.module;
+        if (access == kRead && address >= m.image_begin && address + bytes <= m.image_end) return;  // constants
+        out_of_bounds(v);
+    }
+    if (aligned && address % bytes) {
+        g.fault->address = address;
+        stop(kMisaligned, frame, "%s of %u bytes at an address that is not a multiple of %u", name_of(access),
+             bytes, bytes);
+    }
+    v.shared = region->shared;
+    visit(v, *region);
+    if (access == kAtomicUpdate && !region->shared) {
+        acquired = true;
+        if (fence_epoch) blocks.back().released_epoch = g.epoch;
+    }
+}
+
+void hook(const void* address, unsigned bytes, Access access, bool aligned, void* frame) {
+    if (g.current && g.launch.checked)
+        check(*g.current, reinterpret_cast<uint64_t>(address), bytes, access, aligned, frame);
+}
+
+void next_epoch() {
+    if (++g.epoch >= kEpochs) {
+        fprintf(stderr, "simt: a launch of more than %d barrier intervals\n", static_cast<int>(kEpochs));
+        abort();
+    }
+    for (int w = 0; w * kWarpSize < g.threads; ++w) {
+        WarpClock& clock = g.clocks[w];
+        clock.now = clock.known_to_all = 0;
+        if (clock.partial) memset(clock.known, 0, sizeof clock.known);
+        clock.partial = false;
+    }
+}
+}  // namespace
+
+void memory_begin_launch() {
+    const SimtLaunch& launch = g.launch;
+    const uint64_t dynamic = reinterpret_cast<uint64_t>(g.dynamic_shared);
+    const uint64_t fixed_bytes = launch.module.shared_end - launch.module.shared_begin;
+    g.epoch = 0;
+    regions.clear();
+    blocks.clear();
+    if (!launch.checked) return;
+    shared_words.assign(2 * (launch.shared_bytes + fixed_bytes), 0);
+    uint64_t* words = shared_words.data();
+    regions.push_back({dynamic, dynamic + launch.shared_bytes, words, words + launch.shared_bytes, true});
+    words += 2 * launch.shared_bytes;
+    regions.push_back({launch.module.shared_begin, launch.module.shared_end, words, words + fixed_bytes, true});
+    for (int i = 0; i < launch.range_count; ++i) {
+        const SimtRange& range = launch.ranges[i];
+        regions.push_back({range.begin, range.end, range.writes, range.reads, false});
+        for (uint64_t b = 0; b < range.end - range.begin; ++b) {  // what earlier launches did is complete
+            if (range.writes[b]) range.writes[b] = kInitial;
+            range.reads[b] = 0;
+        }
+    }
+}
+
+void memory_begin_block() {
+    next_epoch();
+    g.block_epoch = g.epoch;
+    blocks.push_back({g.epoch, 0});
+    fence_epoch = 0;
+    acquired = false;
+    // Stale values of the block before would hide a missing initialisation from unchecked runs.
+    memset(g.dynamic_shared, 0xff, g.launch.shared_bytes);
+    memset(reinterpret_cast<void*>(g.launch.module.shared_begin), 0xff,
+           g.launch.module.shared_end - g.launch.module.shared_begin);
+}
+void memory_after_barrier() { next_epoch(); }
+
+void memory_after_warp_barrier(int warp, unsigned mask) {
+    WarpClock& clock = g.clocks[warp];
+    if (++clock.now >= kTimes) {
+        fprintf(stderr, "simt: more than %d __syncwarps between two barriers\n", static_cast<int>(kTimes));
+        abort();
+    }
+    const int lanes = g.threads - warp * kWarpSize;
+    if (mask == (lanes >= kWarpSize ? 0xffffffffu : (1u << lanes) - 1)) {
+        clock.known_to_all = clock.now;
+        return;
+    }
+    clock.partial = true;
+    unsigned short joined[kWarpSize] = {};
+    for (int l = 0; l < kWarpSize; ++l)
+        for (int from = 0; mask >> l & 1 && from < kWarpSize; ++from) {
+            const unsigned short known =
+                mask >> from & 1 ? static_cast<unsigned short>(clock.now) : clock.known[l][from];
+            if (known > joined[from]) joined[from] = known;
+        }
+    for (int l = 0; l < kWarpSize; ++l)
+        if (mask >> l & 1) memcpy(clock.known[l], joined, sizeof joined);
+}
+
+void check_shared_read(const Fibre& fibre, const void* address, int bytes, void* frame) {
+    if (g.launch.checked)
+        check(fibre, reinterpret_cast<uint64_t>(address), static_cast<unsigned>(bytes), kRead, true, frame);
+}
+
+extern "C" void simt_fence() { fence_epoch = g.epoch; }
+extern "C" void simt_atomic(const void* address, int bytes) {
+    hook(address, static_cast<unsigned>(bytes), kAtomicUpdate, true, __builtin_frame_address(0));
+}
+
+// ---- what -fsanitize=thread calls -------------------------------------------------------------------------------
+#define HOOK(name, bytes, access, aligned) \
+    extern "C" void name(void* p) { hook(p, bytes, access, aligned, __builtin_frame_address(0)); }
+#define HOOKS(bytes)                                                  \
+    HOOK(__tsan_read##bytes, bytes, kRead, true)                      \
+    HOOK(__tsan_write##bytes, bytes, kWrite, true)                    \
+    HOOK(__tsan_unaligned_read##bytes, bytes, kRead, false)           \
+    HOOK(__tsan_unaligned_write##bytes, bytes, kWrite, false)         \
+    HOOK(__tsan_volatile_read##bytes, bytes, kVolatile, true)         \
+    HOOK(__tsan_volatile_write##bytes, bytes, kAtomicUpdate, true)    \
+    HOOK(__tsan_unaligned_volatile_read##bytes, bytes, kVolatile, false) \
+    HOOK(__tsan_unaligned_volatile_write##bytes, bytes, kAtomicUpdate, false)
+HOOKS(1)
+HOOKS(2)
+HOOKS(4)
+HOOKS(8)
+HOOKS(16)
+extern "C" void __tsan_read_range(void* p, unsigned long bytes) {
+    hook(p, static_cast<unsigned>(bytes), kRead, false, __builtin_frame_address(0));
+}
+extern "C" void __tsan_write_range(void* p, unsigned long bytes) {
+    hook(p, static_cast<unsigned>(bytes), kWrite, false, __builtin_frame_address(0));
+}
+extern "C" void __tsan_init() {}
+extern "C" void __tsan_func_entry(void*) {}
+extern "C" void __tsan_func_exit() {}
+
+// ---- what -fsanitize=alignment,bounds calls; the structures are the compiler's ---------------------------------
+struct Location {
+    const char* file;
+    uint32_t line, column;
+};
+struct TypeMismatch {
+    Location location;
+    void* type;
+    unsigned char log_alignment, check_kind;
+};
+extern "C" void __ubsan_handle_type_mismatch_v1(TypeMismatch* data, void* address) {
+    if (!g.current) return;
+    g.fault->address = reinterpret_cast<uint64_t>(address);
+    stop(kMisaligned, __builtin_frame_address(0), "access at an address that is not a multiple of %d",
+         1 << data->log_alignment);
+}
+extern "C" void __ubsan_handle_out_of_bounds(void*, void* index) {
+    if (!g.current) return;
+    stop(kOutOfBounds, __builtin_frame_address(0), "index %lld outside of an array",
+         static_cast<long long>(reinterpret_cast<intptr_t>(index)));
+}
+
+// memcpy and memset of the kernel library, by the linker's --wrap.
+extern "C" void* __wrap_memcpy(void* to, const void* from, unsigned long bytes) {
+    hook(from, static_cast<unsigned>(bytes), kRead, false, __builtin_frame_address(0));
+    hook(to, static_cast<unsigned>(bytes), kWrite, false, __builtin_frame_address(0));
+    return memcpy(to, from, bytes);
+}
+extern "C" void* __wrap_memset(void* to, int value, unsigned long bytes) {
+    hook(to, static_cast<unsigned>(bytes), kWrite, false, __builtin_frame_address(0));
+    return memset(to, value, bytes);
+}
