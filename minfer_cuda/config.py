@@ -16,9 +16,10 @@ HEAD_DIMS = (64, 128)  # what the attention kernels are compiled for
 MAX_SIZE = (1 << 31) - 1  # rows, columns and positions are int32 on the device
 
 # rope.scaling.* keys that are understood; `finetuned` only says how the model was trained
-_SCALING_KEYS = frozenset(
-    "type factor original_context_length attn_factor yarn_beta_fast yarn_beta_slow finetuned".split()
-)
+_SCALING_KEYS = (
+    "type", "factor", "original_context_length", "attn_factor", "yarn_beta_fast",
+    "yarn_beta_slow", "finetuned",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

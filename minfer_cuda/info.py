@@ -1,0 +1,134 @@
+"""What `minfer info` prints: plain text from the file alone, safe for any terminal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from minfer_cuda.config import Qwen2Config
+from minfer_cuda.gguf import GGUFFile, TensorInfo
+
+SHOWN_TEXT = 200  # characters of a metadata string
+SHOWN_VALUES = 6  # values of a metadata array
+CHECK_BYTES = 1 << 24  # of a tensor's quantised rows, dequantised at once by `check`
+
+
+def printable(text: str) -> str:
+    """`text` with every character that is not printable written as its escape, so that nothing in
+    a file can move a terminal's cursor, colour it or set its title."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def size(n_bytes: int) -> str:
+    """1536 -> '1.5 KiB'."""
+    value = float(n_bytes)
+    for unit in ("bytes", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:g} bytes" if unit == "bytes" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.2f} GiB"
+
+
+def describe(file: GGUFFile, config: Qwen2Config | None, n_ctx: int = 4096) -> str:
+    """Metadata, tensors by type, the model's sizes and the device memory it takes at `n_ctx`
+    positions (0: the model's own). `config` is None for a file that is not a Qwen2 model."""
+    parts = f" in {file.n_parts} parts" if file.n_parts > 1 else ""
+    sections = [
+        f"{printable(str(file.path))}: {size(file.size_bytes)}{parts}",
+        "Metadata\n" + _rows([(key, _shown(value)) for key, value in file.metadata.items()]),
+        "Tensors\n" + _types(file),
+    ]
+    if config is not None:
+        sections.append("Model\n" + _model(config))
+        sections.append(_memory(file, config, n_ctx or config.n_ctx_train))
+        sections.extend(f"note: {printable(notice)}" for notice in config.notices)
+    return "\n\n".join(sections) + "\n"
+
+
+def _rows(rows: list[tuple[str, str]]) -> str:
+    width = max((len(name) for name, _ in rows), default=0)
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, str):
+        more = f"... ({len(value)} characters)" if len(value) > SHOWN_TEXT else ""
+        return printable(value[:SHOWN_TEXT]) + more
+    if isinstance(value, list):
+        first = ", ".join(_shown(v) for v in value[:SHOWN_VALUES])
+        more = f", ... ({len(value)} values)" if len(value) > SHOWN_VALUES else ""
+        return f"[{first}{more}]"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _types(file: GGUFFile) -> str:
+    tensors: Counter[str] = Counter()
+    n_bytes: Counter[str] = Counter()
+    for info in file.tensors.values():
+        tensors[info.type_name] += 1
+        n_bytes[info.type_name] += info.nbytes
+    rows = [(name, f"{tensors[name]:>5}  {size(n):>11}") for name, n in n_bytes.most_common()]
+    rows.append(("all", f"{len(file.tensors):>5}  {size(sum(n_bytes.values())):>11}"))
+    return _rows(rows)
+
+
+def _model(config: Qwen2Config) -> str:
+    scaling = config.rope_scaling
+    yarn = f", YaRN x{scaling.factor:g} of {scaling.original_context}" if scaling else ""
+    return _rows(
+        [
+            ("name", printable(config.name)),
+            ("layers", str(config.n_layers)),
+            ("hidden, ffn", f"{config.d_model}, {config.d_ffn}"),
+            ("heads", f"{config.n_heads} of {config.head_dim}, {config.n_kv_heads} for keys"),
+            ("vocabulary", f"{config.n_vocab}{', tied head' if config.tied_embeddings else ''}"),
+            ("context", f"{config.n_ctx_train} trained"),
+            ("RoPE", f"base {config.rope_base:g}{yarn}"),
+            ("RMS epsilon", f"{config.rms_eps:g}"),
+            (
+                "KV cache",
+                f"{size(config.kv_bytes_per_position(2))} per position in f16, "
+                f"{size(config.kv_bytes_per_position(4))} in f32",
+            ),
+        ]
+    )
+
+
+def _memory(file: GGUFFile, config: Qwen2Config, n_ctx: int) -> str:
+    weights = sum(info.nbytes for info in file.tensors.values())
+    rows = []
+    for name, element_bytes in (("f16", 2), ("f32", 4)):
+        cache = n_ctx * config.kv_bytes_per_position(element_bytes)
+        total = f"{size(weights)} weights + {size(cache)} KV = {size(weights + cache)}"
+        rows.append((name, total))
+    return f"Device memory at n_ctx {n_ctx}, workspace apart\n" + _rows(rows)
+
+
+def check(file: GGUFFile) -> list[str]:
+    """A sentence for each tensor that holds NaN or Inf (a quantised value is one where its block's
+    scale is): empty for a sound file. Reads and dequantises everything."""
+    return [
+        found for info in file.tensors.values() if (found := _not_finite(file, info)) is not None
+    ]
+
+
+def _not_finite(file: GGUFFile, info: TensorInfo) -> str | None:
+    if info.quant.unpack is None:
+        return None
+    rows = file.data(info.name).reshape(-1, info.row_bytes)
+    step = max(1, CHECK_BYTES // info.row_bytes)
+    bad, first = 0, None
+    for start in range(0, len(rows), step):
+        values = info.quant.dequantize(rows[start : start + step])
+        finite = np.isfinite(values)
+        if finite.all():
+            continue
+        bad += finite.size - int(np.count_nonzero(finite))
+        if first is None:
+            row, column = np.unravel_index(int(np.argmin(finite)), finite.shape)
+            first = f"row {start + int(row)}, column {int(column)}"
+    if first is None:
+        return None
+    return f"tensor {info.name} ({info.type_name}): {bad} values are NaN or Inf, first in {first}"
