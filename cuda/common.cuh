@@ -88,6 +88,17 @@ __device__ inline uint16_t load_stream2(const void* p) {
 #endif
 }
 
+// What another block wrote before a counter said so: from L2, never from this SM's L1.
+__device__ inline float load_coherent(const float* p) {
+#ifdef MINFER_SIMT
+    return *p;
+#else
+    float v;
+    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
+    return v;
+#endif
+}
+
 // Asynchronous copy of 16 bytes to shared memory; `valid` false writes zeros. sm_75 copies at once.
 __device__ inline void copy_async16(void* shared, const void* global, bool valid = true) {
 #if !defined(MINFER_SIMT) && __CUDA_ARCH__ >= 800

@@ -95,7 +95,7 @@ __device__ void strip_sums(const Strips& strips, int begin, int end, const int8_
     uint32_t load_at = load_strip < end ? strips.offset(load_strip) + first * (Q::kRecord / 16) : 0;
     auto load = [&](typename Q::Lane& l) {
         if (load_strip >= end) return;
-        l = Q::load(strips.base(load_strip) + load_at * 16ull, lane);
+        l = Q::template load<Streamed>(strips.base(load_strip) + load_at * 16ull, lane);
         load_at += Q::kRecord / 16;
         if (--load_left == 0) {
             load_left = length, load_strip += step;

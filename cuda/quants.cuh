@@ -23,6 +23,20 @@ __device__ inline void put16(uint8_t* p, uint32_t v) {
     p[1] = static_cast<uint8_t>(v >> 8);
 }
 
+// Where a record is read from: streamed past L1 from global memory, or from shared memory.
+struct Streamed {
+    __device__ static uint4 get16(const uint8_t* p) { return load_stream16(p); }
+    __device__ static uint2 get8(const uint8_t* p) { return load_stream8(p); }
+    __device__ static uint32_t get4(const uint8_t* p) { return load_stream4(p); }
+    __device__ static uint16_t get2(const uint8_t* p) { return load_stream2(p); }
+};
+struct Shared {
+    __device__ static uint4 get16(const uint8_t* p) { return *reinterpret_cast<const uint4*>(p); }
+    __device__ static uint2 get8(const uint8_t* p) { return *reinterpret_cast<const uint2*>(p); }
+    __device__ static uint32_t get4(const uint8_t* p) { return *reinterpret_cast<const uint32_t*>(p); }
+    __device__ static uint16_t get2(const uint8_t* p) { return *reinterpret_cast<const uint16_t*>(p); }
+};
+
 // One lane's share of one record: its words of the planes by chunk, and the scales of its row.
 template <int Chunks, int Low, int High, int ScaleWords>
 struct LaneWords {
@@ -48,25 +62,26 @@ struct RecordType {
     static constexpr int kWords = kChunks * (Low + High) + ScaleWords;
     static constexpr int kDepth = kWords <= 6 ? 4 : kWords <= 9 ? 3 : 2;
 
+    template <class M>
     __device__ static void load_planes(Lane& l, const uint8_t* rec, int lane) {
 #pragma unroll
         for (int c = 0; c < kChunks; ++c) {
             const uint8_t* p = rec + c * kChunkBytes;
             if constexpr (Low == 2) {
-                uint2 v = load_stream8(p + lane * 8);
+                uint2 v = M::get8(p + lane * 8);
                 l.q[c][0] = v.x, l.q[c][1] = v.y;
             } else {
 #pragma unroll
                 for (int i = 0; i < Low / 4; ++i) {
-                    uint4 v = load_stream16(p + i * 512 + lane * 16);
+                    uint4 v = M::get16(p + i * 512 + lane * 16);
                     l.q[c][4 * i] = v.x, l.q[c][4 * i + 1] = v.y;
                     l.q[c][4 * i + 2] = v.z, l.q[c][4 * i + 3] = v.w;
                 }
             }
             p += kLowBytes;
-            if constexpr (High == 1) l.h[c][0] = load_stream4(p + lane * 4);
+            if constexpr (High == 1) l.h[c][0] = M::get4(p + lane * 4);
             if constexpr (High == 2) {
-                uint2 v = load_stream8(p + lane * 8);
+                uint2 v = M::get8(p + lane * 8);
                 l.h[c][0] = v.x, l.h[c][1] = v.y;
             }
         }
@@ -91,10 +106,11 @@ struct OneScale : RecordType<32, Raw, Low, High, 2> {
     using Base = RecordType<32, Raw, Low, High, 2>;
     using Lane = typename Base::Lane;
     static constexpr bool kHalf = false, kMin = false;
+    template <class M>
     __device__ static Lane load(const uint8_t* rec, int lane) {
         Lane l;
-        Base::load_planes(l, rec, lane);
-        uint2 s = load_stream8(rec + Base::kScales + (lane >> 2) * 8);
+        Base::template load_planes<M>(l, rec, lane);
+        uint2 s = M::get8(rec + Base::kScales + (lane >> 2) * 8);
         l.s[0] = s.x, l.s[1] = s.y;
         return l;
     }
@@ -111,10 +127,11 @@ struct ScaleMin : RecordType<32, Raw, 4, High, 4> {
     using Base = RecordType<32, Raw, 4, High, 4>;
     using Lane = typename Base::Lane;
     static constexpr bool kHalf = false, kMin = true;
+    template <class M>
     __device__ static Lane load(const uint8_t* rec, int lane) {
         Lane l;
-        Base::load_planes(l, rec, lane);
-        uint4 s = load_stream16(rec + Base::kScales + (lane >> 2) * 16);
+        Base::template load_planes<M>(l, rec, lane);
+        uint4 s = M::get16(rec + Base::kScales + (lane >> 2) * 16);
         l.s[0] = s.x, l.s[1] = s.y, l.s[2] = s.z, l.s[3] = s.w;
         return l;
     }
@@ -199,10 +216,11 @@ struct KScaleMin : RecordType<256, Raw, 4, High, 4> {
     using Lane = typename Base::Lane;
     static constexpr bool kHalf = false, kMin = true;
     static constexpr int kMul = 1;
+    template <class M>
     __device__ static Lane load(const uint8_t* rec, int lane) {
         Lane l;
-        Base::load_planes(l, rec, lane);
-        uint4 s = load_stream16(rec + Base::kScales + (lane >> 2) * 16);
+        Base::template load_planes<M>(l, rec, lane);
+        uint4 s = M::get16(rec + Base::kScales + (lane >> 2) * 16);
         l.s[0] = s.x, l.s[1] = s.y, l.s[2] = s.z, l.s[3] = s.w;
         return l;
     }
@@ -243,13 +261,14 @@ struct Q5_K : KScaleMin<176, 1> {
 struct Q6_K : RecordType<256, 210, 4, 2, 5> {
     static constexpr bool kHalf = true, kMin = false;
     static constexpr int kMul = 4;  // codes stored so that 4 * (q - 32) falls out signed
+    template <class M>
     __device__ static Lane load(const uint8_t* rec, int lane) {
         Lane l;
-        load_planes(l, rec, lane);
+        load_planes<M>(l, rec, lane);
         int g = lane >> 2;
-        uint4 s = load_stream16(rec + kScales + g * 16);
+        uint4 s = M::get16(rec + kScales + g * 16);
         l.s[0] = s.x, l.s[1] = s.y, l.s[2] = s.z, l.s[3] = s.w;
-        l.s[4] = load_stream2(rec + kScales + 128 + g * 2);
+        l.s[4] = M::get2(rec + kScales + 128 + g * 2);
         return l;
     }
     __device__ static int code(const uint8_t* block, int i) {
@@ -275,13 +294,14 @@ struct Q6_K : RecordType<256, 210, 4, 2, 5> {
 struct Q3_K : RecordType<256, 110, 2, 1, 4> {
     static constexpr bool kHalf = true, kMin = false;
     static constexpr int kMul = 32;  // two bits, and the inverted third as the sign
+    template <class M>
     __device__ static Lane load(const uint8_t* rec, int lane) {
         Lane l;
-        load_planes(l, rec, lane);
+        load_planes<M>(l, rec, lane);
         int g = lane >> 2;
 #pragma unroll
-        for (int i = 0; i < 3; ++i) l.s[i] = load_stream4(rec + kScales + g * 12 + 4 * i);
-        l.s[3] = load_stream2(rec + kScales + 96 + g * 2);
+        for (int i = 0; i < 3; ++i) l.s[i] = M::get4(rec + kScales + g * 12 + 4 * i);
+        l.s[3] = M::get2(rec + kScales + 96 + g * 2);
         return l;
     }
     __device__ static int code(const uint8_t* block, int i) {
@@ -311,13 +331,14 @@ struct Q3_K : RecordType<256, 110, 2, 1, 4> {
 struct Q2_K : RecordType<256, 84, 2, 0, 5> {
     static constexpr bool kHalf = true, kMin = true;
     static constexpr int kMul = 1;
+    template <class M>
     __device__ static Lane load(const uint8_t* rec, int lane) {
         Lane l;
-        load_planes(l, rec, lane);
+        load_planes<M>(l, rec, lane);
         int g = lane >> 2;
-        uint4 s = load_stream16(rec + kScales + g * 16);
+        uint4 s = M::get16(rec + kScales + g * 16);
         l.s[0] = s.x, l.s[1] = s.y, l.s[2] = s.z, l.s[3] = s.w;
-        l.s[4] = load_stream4(rec + kScales + 128 + g * 4);
+        l.s[4] = M::get4(rec + kScales + 128 + g * 4);
         return l;
     }
     __device__ static int code(const uint8_t* block, int i) {
@@ -346,10 +367,11 @@ struct IQ4_XS : RecordType<256, 136, 4, 0, 2> {
     static constexpr bool kHalf = false, kMin = false;
     static constexpr int kMul = 1;
     __device__ static int low_bit(int, int h, int e) { return 16 * h + 4 * e; }
+    template <class M>
     __device__ static Lane load(const uint8_t* rec, int lane) {
         Lane l;
-        load_planes(l, rec, lane);
-        uint2 s = load_stream8(rec + kScales + (lane >> 2) * 8);
+        load_planes<M>(l, rec, lane);
+        uint2 s = M::get8(rec + kScales + (lane >> 2) * 8);
         l.s[0] = s.x, l.s[1] = s.y;
         return l;
     }
@@ -409,7 +431,7 @@ __device__ inline float4 row_values(const uint8_t* w, int row, int k, int row_le
         const uint8_t* rec = w + ((row >> 3) * records + k / Q::kRecK) * Q::kRecord;
         int b = (k >> 5) & 3, h = (k >> 4) & 1, t = (k >> 2) & 3;
         int c = (k % Q::kRecK) >> 7;
-        typename Q::Lane l = Q::load(rec, (row & 7) * 4 + t);
+        typename Q::Lane l = Q::template load<Streamed>(rec, (row & 7) * 4 + t);
         uint32_t w4 = Q::word(l, c, b, h);
         float scale = Q::scale(l, c, b, h), minimum = Q::minimum(l, c, b, h);
         float v[4];
