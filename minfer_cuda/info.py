@@ -60,7 +60,7 @@ def _shown(value: Any) -> str:
         first = ", ".join(_shown(v) for v in value[:SHOWN_VALUES])
         more = f", ... ({len(value)} values)" if len(value) > SHOWN_VALUES else ""
         return f"[{first}{more}]"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:.7g}" if isinstance(value, float) else str(value)  # a float32's digits
 
 
 def _types(file: GGUFFile) -> str:
@@ -85,7 +85,7 @@ def _model(config: Qwen2Config) -> str:
             ("heads", f"{config.n_heads} of {config.head_dim}, {config.n_kv_heads} for keys"),
             ("vocabulary", f"{config.n_vocab}{', tied head' if config.tied_embeddings else ''}"),
             ("context", f"{config.n_ctx_train} trained"),
-            ("RoPE", f"base {config.rope_base:g}{yarn}"),
+            ("RoPE", f"base {config.rope_base:.7g}{yarn}"),
             ("RMS epsilon", f"{config.rms_eps:g}"),
             (
                 "KV cache",

@@ -16,7 +16,6 @@ from minfer_cuda.quants import (
 )
 
 ALL = list(QUANT_TYPES.values())
-BLOCKS = [q for q in ALL if q.block_size > 1]
 # where each type keeps its fp16 scales (and mins)
 HALVES = {
     "F16": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,),
