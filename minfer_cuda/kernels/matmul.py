@@ -1,0 +1,151 @@
+"""Many rows of activations times a quantised matrix: prefill's linear layers. See cuda/matmul.cu."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from minfer_cuda.errors import KernelError
+from minfer_cuda.kernels import Device, DeviceArray
+from minfer_cuda.kernels.checks import expect, expect_room
+from minfer_cuda.kernels.layouts import Activations, Matrix, ceil_div, padded, record_cols
+from minfer_cuda.quants import QuantType, by_name
+
+_BLOCK = 256
+_ROWS = 128  # of a tile
+_TILES = (8, 16, 32, 64, 128)  # tokens of a tile
+_TOKEN_BYTES = 144 + 48  # a chunk of one token in a stage: values and scales, padded
+PARTIALS = 1 << 23  # most float32 elements of partial sums a call may use (32 MiB)
+ARRIVALS = 4096  # most tiles of a split call
+
+
+def instances(types: Sequence[str]) -> list[str]:
+    return [
+        f"matmul<{name}, Tokens{tile}, {stages}>"
+        for name in types
+        if by_name(name).block_size > 1
+        for tile in _TILES
+        for stages in (3, 2)
+        if tile <= _largest_tile(by_name(name))
+    ]
+
+
+def _largest_tile(quant: QuantType) -> int:
+    """128 tokens, but 64 where two scales and two minima of every block fill the registers."""
+    return 64 if quant.name == "Q2_K" else 128
+
+
+def stage_bytes(quant: QuantType, tile: int) -> int:
+    """One record of 16 strips and its chunks of `tile` tokens: Stage::kBytes."""
+    record = 8 * record_cols(quant) // quant.block_size * quant.block_bytes
+    return 16 * record + record_cols(quant) // 128 * tile * _TOKEN_BYTES
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a product is cut up; a pure function of its sizes and the card."""
+
+    tile: int  # tokens
+    stages: int
+    splits: int  # of K
+
+    def grid(self, rows: int, tokens: int) -> tuple[int, int, int]:
+        return (ceil_div(rows, _ROWS), ceil_div(tokens, self.tile), self.splits)
+
+
+def plan(
+    quant: QuantType, rows: int, cols: int, tokens: int, sm_count: int, shared_limit: int
+) -> Plan:
+    """The smallest tile that holds the tokens (or the largest that fits), as many stages as fit,
+    and K split until two blocks an SM have work, at four records or more a split."""
+    fits = [
+        tile
+        for tile in _TILES
+        if tile <= _largest_tile(quant) and 2 * stage_bytes(quant, tile) <= shared_limit
+    ]
+    if not fits:
+        raise KernelError(f"matmul: {quant.name} needs more than {shared_limit} bytes a block")
+    tile = next((t for t in fits if t >= tokens), fits[-1])
+    stages = 3 if 3 * stage_bytes(quant, tile) <= shared_limit and tile < 128 else 2
+    tiles = ceil_div(rows, _ROWS) * ceil_div(tokens, tile)
+    records = ceil_div(cols, record_cols(quant))
+    splits = min(2 * sm_count // tiles, records // 4, PARTIALS // (tokens * rows))
+    return Plan(tile, stages, max(1, splits) if tiles <= ARRIVALS else 1)
+
+
+class _Arguments(ctypes.Structure):
+    """MatmulArguments of cuda/matmul.cu."""
+
+    _fields_ = [
+        *[
+            (name, ctypes.c_void_p)
+            for name in ("w", "qs", "ds", "bias", "residual", "y", "partial", "arrived")
+        ],
+        *[(name, ctypes.c_int32) for name in ("n", "k", "tokens", "stride")],
+    ]
+
+
+def pointer(array: DeviceArray | None) -> int | None:
+    return None if array is None else array.data.ptr
+
+
+def matmul(
+    device: Device,
+    w: Matrix,
+    x: Activations,
+    y: DeviceArray,
+    *,
+    column: int = 0,
+    bias: DeviceArray | None = None,
+    residual: DeviceArray | None = None,
+    partials: DeviceArray | None = None,
+    arrivals: DeviceArray | None = None,
+) -> None:
+    """y[:, column : column + N] = x w^T (+ bias) (+ residual), in place.
+
+    x q8 of T rows of K; y, residual (T, stride) float32, may be the same array; bias (N,). Scratch
+    for splits of K: `partials` float32 of PARTIALS elements, `arrivals` int32 of ARRIVALS, zero
+    before the first call and left zero; without them K is not split.
+    """
+    tokens = x.tokens
+    expect("matmul", "qs", x.qs, (tokens, padded(w.cols)), np.int8)
+    expect("matmul", "ds", x.ds, (tokens, padded(w.cols) // 32), np.uint64)
+    stride = check_output("matmul", y, residual, bias, tokens, w.rows, column)
+    how = plan(w.quant, w.rows, w.cols, tokens, device.sm_count, device.shared_limit)
+    if partials is None:
+        how = Plan(how.tile, how.stages, 1)
+    if how.splits > 1:
+        expect_room("matmul", "partials", partials, how.splits * tokens * w.rows, np.float32)
+        expect_room("matmul", "arrivals", arrivals, 1, np.int32)
+    arguments = _Arguments(
+        *(w.data.data.ptr, pointer(x.qs), pointer(x.ds), pointer(bias)),
+        *(None if residual is None else residual.data.ptr + 4 * column, y.data.ptr + 4 * column),
+        *(pointer(partials), pointer(arrivals), w.rows, w.cols, tokens, stride),
+    )
+    name = f"matmul<{w.quant.cuda_name}, Tokens{how.tile}, {how.stages}>"
+    shared = how.stages * stage_bytes(w.quant, how.tile)
+    device.kernel("matmul", name)(how.grid(w.rows, tokens), _BLOCK, arguments, shared=shared)
+
+
+def check_output(
+    kernel: str,
+    y: DeviceArray,
+    residual: DeviceArray | None,
+    bias: DeviceArray | None,
+    tokens: int,
+    rows: int,
+    column: int,
+) -> int:
+    """Check shapes of a product's results; returns the stride of y in floats."""
+    stride = int(y.shape[1])
+    expect(kernel, "y", y, (tokens, stride), np.float32)
+    if not 0 <= column <= stride - rows:
+        raise KernelError(f"{kernel}: columns {column}..{column + rows} of y with {stride}")
+    if residual is not None:
+        expect(kernel, "residual", residual, (tokens, stride), np.float32)
+    if bias is not None:
+        expect(kernel, "bias", bias, (rows,), np.float32)
+    return stride

@@ -1,0 +1,27 @@
+"""RMSNorm and what follows it. See cuda/norm.cu."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from minfer_cuda.kernels import Device, DeviceArray
+from minfer_cuda.kernels.checks import expect
+from minfer_cuda.kernels.layouts import Activations
+
+
+def instances(types: Sequence[str] = ()) -> list[str]:
+    return ["rms_norm"]
+
+
+def rms_norm(
+    device: Device, x: DeviceArray, weight: DeviceArray, out: Activations, eps: float
+) -> None:
+    """out = x * rsqrt(mean(x^2) + eps) * weight. x (T, K) float32, weight (K,) float32."""
+    tokens, k = x.shape
+    expect("rms_norm", "x", x, (tokens, k), np.float32)
+    expect("rms_norm", "weight", weight, (k,), np.float32)
+    block = min(1024, -(-k // 128) * 32)
+    kernel = device.kernel("norm", "rms_norm")
+    kernel(tokens, block, x, weight, out.qs, out.ds, out.x, k, eps)
