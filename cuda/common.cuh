@@ -101,7 +101,9 @@ __device__ inline float load_coherent(const float* p) {
 
 // Asynchronous copy of 16 bytes to shared memory; `valid` false writes zeros. sm_75 copies at once.
 __device__ inline void copy_async16(void* shared, const void* global, bool valid = true) {
-#if !defined(MINFER_SIMT) && __CUDA_ARCH__ >= 800
+#ifdef MINFER_SIMT
+    simt_copy_async16(shared, valid ? global : nullptr);
+#elif __CUDA_ARCH__ >= 800
     uint32_t s = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
     int bytes = valid ? 16 : 0;
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(s), "l"(global), "r"(bytes)
@@ -111,14 +113,18 @@ __device__ inline void copy_async16(void* shared, const void* global, bool valid
 #endif
 }
 __device__ inline void copy_async_commit() {
-#if !defined(MINFER_SIMT) && __CUDA_ARCH__ >= 800
+#ifdef MINFER_SIMT
+    simt_copy_async_commit();
+#elif __CUDA_ARCH__ >= 800
     asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
 // Wait until at most `N` committed groups of this thread are pending.
 template <int N>
 __device__ inline void copy_async_wait() {
-#if !defined(MINFER_SIMT) && __CUDA_ARCH__ >= 800
+#ifdef MINFER_SIMT
+    simt_copy_async_wait(N);
+#elif __CUDA_ARCH__ >= 800
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 #endif
 }

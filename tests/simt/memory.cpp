@@ -16,8 +16,10 @@
 
 namespace {
 constexpr uint64_t kEpochs = 1 << 18, kTimes = 1 << 15, kPlaces = 1 << 18;
-enum : uint64_t { kAtomic = 1, kInitial = 4 };                     // of a write word; never 0 once written
-enum : uint64_t { kLanes = 1, kWarps = 2, kOtherBlocks = 4 };      // of a read word: read by more than one
+// Of a write word, never 0 once written; kCopying: a cp.async is under way.
+enum : uint64_t { kAtomic = 1, kCopying = 2, kInitial = 4 };
+// Of a read word: read by several lanes, by several warps, by another block of the launch.
+enum : uint64_t { kLanes = 1, kWarps = 2, kOtherBlocks = 4 };
 
 uint64_t thread_of(uint64_t w) { return w >> 54; }
 uint64_t epoch_of(uint64_t w) { return w >> 36 & (kEpochs - 1); }
@@ -32,6 +34,18 @@ struct Region {
 struct Block {
     uint64_t first_epoch, released_epoch;
 };
+
+struct Copy {
+    char* to;
+    char bytes[16];
+    int group;
+    uint64_t pc;
+};
+struct Copies {
+    std::vector<Copy> pending;
+    int committed = 0;  // groups
+};
+std::vector<Copies> copies;  // of each thread of the block
 
 std::vector<Region> regions;
 size_t recent;  // region of the last access
@@ -90,40 +104,41 @@ const char* name_of(Access access) {
     return access == kWrite ? "write" : access == kAtomicUpdate ? "atomic" : "read";
 }
 
-[[noreturn]] void race(const Visit& v, uint64_t other, const char* did, bool between_blocks) {
+// `what` completes "read of shared memory that ...".
+[[noreturn]] void race(const Visit& v, uint64_t other, const char* what) {
     SimtFault& fault = *g.fault;
     fault.address = v.address;
     fault.bytes = v.bytes;
     if (place_of(other)) fault.other_frames[0] = g.launch.module.image_begin + place_of(other);
-    if (between_blocks)
-        stop(kRace, v.frame, "%s of %s memory that another block of the launch %s", name_of(v.access),
-             v.shared ? "shared" : "global", did);
-    const unsigned thread = static_cast<unsigned>(thread_of(other)), *size = g.launch.block;
-    fault.has_other = 1;
-    fault.other_thread[0] = thread % size[0];
-    fault.other_thread[1] = thread / size[0] % size[1];
-    fault.other_thread[2] = thread / size[0] / size[1];
-    stop(kRace, v.frame, "%s of %s memory that another thread %s with no barrier between", name_of(v.access),
-         v.shared ? "shared" : "global", did);
+    if (epoch_of(other) >= g.block_epoch) {
+        const unsigned thread = static_cast<unsigned>(thread_of(other)), *size = g.launch.block;
+        fault.has_other = 1;
+        fault.other_thread[0] = thread % size[0];
+        fault.other_thread[1] = thread / size[0] % size[1];
+        fault.other_thread[2] = thread / size[0] / size[1];
+    }
+    stop(kRace, v.frame, "%s of %s memory that %s", name_of(v.access), v.shared ? "shared" : "global", what);
 }
 
 void check_against_write(const Visit& v, uint64_t w) {
     if (v.access == kAtomicUpdate && w & kAtomic) return;
     const uint64_t epoch = epoch_of(w);
-    const char* did = w & kAtomic ? "updates atomically" : "writes";
     if (epoch >= g.block_epoch) {
-        if (!ordered(w, *v.self)) race(v, w, did, false);
+        if (w & kCopying) race(v, w, "a cp.async is still filling");
+        if (!ordered(w, *v.self))
+            race(v, w, w & kAtomic ? "another thread updates atomically with no barrier between"
+                                   : "another thread writes with no barrier between");
     } else if (epoch != 0 && !v.shared && !released(epoch)) {
-        race(v, w, did, true);
+        race(v, w, "another block of the launch writes");
     }
 }
 void check_against_reads(const Visit& v, uint64_t r) {
     if (v.shared && epoch_of(r) < g.block_epoch) return;
     if (!v.shared && ((epoch_of(r) != 0 && epoch_of(r) < g.block_epoch) || r & kOtherBlocks)) {
-        if (!acquired) race(v, r, "reads", true);
+        if (!acquired) race(v, r, "another block of the launch reads");
         return;
     }
-    if (!readers_ordered(r, *v.self)) race(v, r, "reads", false);
+    if (!readers_ordered(r, *v.self)) race(v, r, "another thread reads with no barrier between");
 }
 
 bool initialised(const Visit& v, uint64_t w) { return v.shared ? epoch_of(w) >= g.block_epoch : w != 0; }
@@ -182,6 +197,11 @@ const Region* find(uint64_t address, uint64_t end) {
             return &regions[i];
         }
     return nullptr;
+}
+
+uint64_t* write_words(uint64_t address, unsigned bytes) {
+    const Region* region = find(address, address + bytes);
+    return region ? region->writes + (address - region->begin) : nullptr;
 }
 
 void check(const Fibre& self, uint64_t address, unsigned bytes, Access access, bool aligned, void* frame) {
@@ -256,6 +276,7 @@ void memory_begin_block() {
     blocks.push_back({g.epoch, 0});
     fence_epoch = 0;
     acquired = false;
+    copies.assign(static_cast<size_t>(g.threads), Copies());
     // Stale values of the block before would hide a missing initialisation from unchecked runs.
     memset(g.dynamic_shared, 0xff, g.launch.shared_bytes);
     memset(reinterpret_cast<void*>(g.launch.module.shared_begin), 0xff,
@@ -289,6 +310,34 @@ void memory_after_warp_barrier(int warp, unsigned mask) {
 void check_shared_read(const Fibre& fibre, const void* address, int bytes, void* frame) {
     if (g.launch.checked)
         check(fibre, reinterpret_cast<uint64_t>(address), static_cast<unsigned>(bytes), kRead, true, frame);
+}
+
+// ---- cp.async -------------------------------------------------------------------------------------------
+extern "C" void simt_copy_async16(void* shared, const void* global) {
+    void* frame = __builtin_frame_address(0);
+    if (global) hook(global, 16, kRead, true, frame);
+    hook(shared, 16, kWrite, true, frame);
+    Copies& mine = copies[g.current->thread];
+    Copy copy{static_cast<char*>(shared), {}, mine.committed, reinterpret_cast<uint64_t>(static_cast<void**>(frame)[1])};
+    if (global) memcpy(copy.bytes, global, 16);
+    mine.pending.push_back(copy);
+    if (!g.launch.checked) return;
+    uint64_t* words = write_words(reinterpret_cast<uint64_t>(shared), 16);
+    for (int i = 0; i < 16; ++i) words[i] |= kCopying;
+}
+extern "C" void simt_copy_async_commit() { ++copies[g.current->thread].committed; }
+extern "C" void simt_copy_async_wait(int pending) {
+    Copies& mine = copies[g.current->thread];
+    size_t done = 0;
+    for (; done < mine.pending.size(); ++done) {
+        const Copy& copy = mine.pending[done];
+        if (copy.group >= mine.committed - pending) break;
+        memcpy(copy.to, copy.bytes, 16);
+        if (!g.launch.checked) continue;
+        uint64_t* words = write_words(reinterpret_cast<uint64_t>(copy.to), 16);
+        for (int i = 0; i < 16; ++i) words[i] = word(*g.current, copy.pc) | kInitial;
+    }
+    mine.pending.erase(mine.pending.begin(), mine.pending.begin() + static_cast<long>(done));
 }
 
 extern "C" void simt_fence() { fence_epoch = g.epoch; }
