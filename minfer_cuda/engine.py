@@ -138,8 +138,9 @@ class Engine:
         """Yield tokens until an end token (yielded and counted too), `max_tokens`, or the context.
 
         None takes the room that is left: the prompt and all tokens but the last must fit n_ctx.
-        Raises at once, before anything is written: UsageError for an empty prompt, an id that does
-        not exist or a bad parameter; ContextFullError for a prompt longer than n_ctx.
+        A later call of `generate` or `logits` ends this one. Raises at once, before anything is
+        written: UsageError for an empty prompt, an id that does not exist or a bad parameter;
+        ContextFullError for a prompt longer than n_ctx.
         """
         prompt = self._checked(prompt_ids)
         params.validate(self.config.n_vocab)
@@ -149,7 +150,7 @@ class Engine:
         limit = room if max_tokens is None else min(max_tokens, room)
         seed = secrets.randbits(64) if params.seed is None else params.seed
         self.stats = Stats(seed=seed, prompt_tokens=len(prompt))
-        return self._generate(prompt, params, limit, frozenset(end_ids), n_logprobs)
+        return self._generate(prompt, params, limit, end_ids, n_logprobs, self.stats)
 
     def logits(self, ids: Sequence[int], n_out: int | None = None) -> np.ndarray:
         """Logits of the last `n_out` of `ids` (None: all): float32 (n_out, V), on the host.
@@ -160,6 +161,7 @@ class Engine:
         wanted = len(prompt) if n_out is None else n_out
         if not 1 <= wanted <= len(prompt):
             raise UsageError(f"n_out is {wanted}: must be in 1..{len(prompt)}")
+        self.stats = Stats(seed=0, prompt_tokens=len(prompt))
         self.rollback(0)
         parts = []
         with self._exact_tokens():
@@ -188,10 +190,12 @@ class Engine:
         limit: int,
         end_ids: frozenset[int],
         n_logprobs: int,
+        stats: Stats,
     ) -> Iterator[Token]:
-        stats = self.stats
         start = first = time.perf_counter()
         with self._exact_tokens():
+            if self.stats is not stats:
+                return  # another generation has begun: the cache is no longer this one's
             stats.reused_tokens = self._common_prefix(prompt)
             self.rollback(stats.reused_tokens)
             for chunk in self._chunks(prompt[stats.reused_tokens :]):
@@ -200,6 +204,8 @@ class Engine:
             if limit > 0:
                 self.runner.sample()
             for n in range(limit):
+                if self.stats is not stats:
+                    return
                 more = n + 1 < limit
                 token = self._next(len(prompt) + n if more else None)
                 now = time.perf_counter()

@@ -7,6 +7,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from ggufs import write_gguf
 
 from minfer_cuda.config import Qwen2Config
 from minfer_cuda.errors import ContextFullError, ModelFileError, NumericsError, UsageError
@@ -14,7 +15,6 @@ from minfer_cuda.gguf import GGUFFile
 from minfer_cuda.runners import numpy_runner
 from minfer_cuda.runners.numpy_runner import NumpyRunner
 from minfer_cuda.sampling import SamplingParams
-from tests.ggufs import write_gguf
 
 IDS = [5, 71, 3, 3, 250, 0, 17, 99, 42]
 GREEDY = SamplingParams(temperature=0.0)

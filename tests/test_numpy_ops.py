@@ -8,6 +8,7 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
+from ggufs import quantize
 
 from minfer_cuda.config import Qwen2Config, RopeScaling
 from minfer_cuda.errors import ContextFullError, UsageError
@@ -15,7 +16,6 @@ from minfer_cuda.ops import LayerWeights, numpy_ops
 from minfer_cuda.ops.numpy_ops import NumpyOps, PackedMatrix
 from minfer_cuda.quants import QUANT_TYPES, by_name
 from minfer_cuda.rope import attention_scale, inverse_frequencies, rope_tables
-from tests.ggufs import quantize
 
 EPS = 2.0**-24  # half an ulp of 1 in float32
 TYPES = sorted(q.name for q in QUANT_TYPES.values())

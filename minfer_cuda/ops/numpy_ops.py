@@ -44,7 +44,11 @@ class PackedMatrix:
     def dense(self) -> np.ndarray:
         """The whole matrix as float32 (N, K), dequantised on every core."""
         out = np.empty(self.shape, np.float32)
-        for _ in _threads.map(lambda r: self.rows(*r, out=out[r[0] : r[1]]), self.ranges()):
+
+        def part(rows: tuple[int, int]) -> None:
+            self.rows(*rows, out[rows[0] : rows[1]])
+
+        for _ in _threads.map(part, self.ranges()):
             pass
         return out
 
@@ -70,9 +74,8 @@ class NumpyOps:
     def __init__(self, config: Qwen2Config, n_ctx: int, kv_dtype: type = np.float32):
         self.config = config
         self.n_ctx = n_ctx
-        self.cache = np.zeros(
-            (config.n_layers, 2, n_ctx, config.n_kv_heads, config.head_dim), kv_dtype
-        )
+        shape = (config.n_layers, 2, n_ctx, config.n_kv_heads, config.head_dim)
+        self.cache: np.ndarray = np.zeros(shape, kv_dtype)
         self.cos, self.sin = rope_tables(config, n_ctx)
         self.step = Step(np.empty(0, np.int64), np.empty(0, np.int64))
 
@@ -99,11 +102,14 @@ class NumpyOps:
         tokens = self.step.tokens
         if isinstance(table, PackedMatrix):
             return table.type.dequantize(table.data[tokens])
-        return table[tokens]
+        rows: np.ndarray = table[tokens]
+        return rows
 
     def rms_norm(self, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
         mean_square = np.mean(x * x, axis=-1, keepdims=True, dtype=np.float32)
-        return x / np.sqrt(mean_square + np.float32(self.config.rms_eps)) * weight
+        out: np.ndarray = x / np.sqrt(mean_square + np.float32(self.config.rms_eps))
+        out *= weight
+        return out
 
     def linear(self, x: np.ndarray, weight: Matrix, bias: np.ndarray | None = None) -> np.ndarray:
         out = _matmul(x, weight)
@@ -115,7 +121,8 @@ class NumpyOps:
         return self.add(residual, self.linear(x, weight))
 
     def add(self, residual: np.ndarray, y: np.ndarray) -> np.ndarray:
-        return residual + y
+        out: np.ndarray = residual + y
+        return out
 
     def gate_up(self, x: np.ndarray, gate: Matrix, up: Matrix) -> np.ndarray:
         g = self.linear(x, gate)
@@ -168,15 +175,16 @@ class NumpyOps:
         scores -= scores.max(axis=-1, keepdims=True)
         np.exp(scores, out=scores)
         sums = scores.sum(axis=-1, keepdims=True)
-        mix = (scores @ v.transpose(1, 0, 2)) / sums
+        mix: np.ndarray = (scores @ v.transpose(1, 0, 2)) / sums
         return mix.reshape(heads, t, dim).transpose(1, 0, 2)
 
 
 def _matmul(x: np.ndarray, weight: Matrix) -> np.ndarray:
     """x W^T: float32 (T, N)."""
+    out: np.ndarray = np.empty((len(x), weight.shape[0]), np.float32)
     if not isinstance(weight, PackedMatrix):
-        return x @ weight.T
-    out = np.empty((len(x), weight.shape[0]), np.float32)
+        np.matmul(x, weight.T, out=out)
+        return out
 
     def part(rows: tuple[int, int]) -> None:
         np.matmul(x, weight.rows(*rows).T, out=out[:, rows[0] : rows[1]])

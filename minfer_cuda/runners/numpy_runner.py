@@ -100,7 +100,7 @@ class NumpyRunner:
         self._compute_pending()
         if not 1 <= n_out <= len(self._logits):
             raise UsageError(f"{n_out} rows of logits asked for, {len(self._logits)} kept")
-        return self._logits[len(self._logits) - n_out :].copy()
+        return np.array(self._logits[len(self._logits) - n_out :])
 
     def begin(
         self,
