@@ -35,7 +35,7 @@ CHATML = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- "<|im_start|>assistant\\n" }}{% endif %}"""
 OVERRIDE_HINT = "choose one with --chat-template FILE|chatml"
-FUEL = 20_000_000  # instructions of one rendering, about a second; a chat takes some 30 a message
+FUEL = 10_000_000  # instructions of one rendering, about a second; a chat takes some 30 a message
 PRIVATE_RANGES = ((0xF0000, 0xFFFFE), (0x100000, 0x10FFFE), (0xE000, 0xF900))
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 _PROBE = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
@@ -158,9 +158,9 @@ class ChatTemplate:
             lambda tag: f"{{%{tag[1]} {'endif' if tag[2] else 'if true'} {tag[3]}%}}", source
         )
         try:
-            environment.add_template("chat", source)
+            environment.add_template("chat_template", source)
         except EngineError as error:
-            raise TemplateError(_explain(error)) from error
+            raise TemplateError(str(error.message)) from error
         return environment
 
     def _probe(self, environment: Environment) -> None:
@@ -187,14 +187,14 @@ class ChatTemplate:
 
         try:
             return environment.render_template(
-                "chat",
+                "chat_template",
                 messages=messages,
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 **self._variables,
             )
         except EngineError as error:
-            raise TemplateError(_explain(error)) from error
+            raise TemplateError(str(error.message)) from error
         except (TypeError, ValueError, OverflowError) as error:  # of tojson and strftime_now
             raise TemplateError(str(error)) from error
 
@@ -388,7 +388,3 @@ def _tojson(
 
 def _raise_exception(message: object) -> None:
     raise Refusal(str(message))
-
-
-def _explain(error: Any) -> str:
-    return f"line {error.line}: {error.message}" if error.line else str(error.message)
