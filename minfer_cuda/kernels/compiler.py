@@ -82,7 +82,12 @@ def compile_cubin(stem: str, name: str, arch: int) -> Cubin:
     """
     source = expand_source(stem)
     specific = str(arch) in _ARCH_SPECIFIC.findall(source)
-    options = ("-std=c++17", "--fmad=false", f"--gpu-architecture=sm_{arch}{'a' * specific}", "--ptxas-options=-v")
+    options = (
+        "-std=c++17",
+        f"--gpu-architecture=sm_{arch}{'a' * specific}",
+        "--fmad=false",  # only the fused multiply-adds that the source writes: fused = unfused
+        "--ptxas-options=-v",  # registers and spills in the log
+    )
     key = json.dumps([source, name, options, nvrtc_version()])
     entry = _cache_folder() / f"{hashlib.sha256(key.encode()).hexdigest()}.cubin"
     cubin = _read_entry(entry)

@@ -1,0 +1,61 @@
+"""CUDA graphs of steps: captured once for each plan key, replayed for every later step.
+
+A step reads token, position and counters from device memory (cuda/state.cuh), so its graph depends on
+the key alone. Eager and captured steps enqueue the same launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from minfer_cuda.kernels.module import CudaDevice
+
+
+class StepGraphs:
+    """Graphs by plan key. `captures` and `replays` count what happened.
+
+    With `enabled` false, or MINFER_SYNC=1 (nothing may wait inside a capture), every step is eager.
+    """
+
+    def __init__(self, device: CudaDevice, enabled: bool = True):
+        self.enabled = enabled and not device.queue.sync
+        self.captures = 0
+        self.replays = 0
+        self._device = device
+        self._graphs: dict[Hashable, Any] = {}  # None: has run eagerly once
+
+    def run(self, key: Hashable, step: Callable[[], None]) -> None:
+        """Enqueue `step`: the first time eagerly, which compiles what it needs, then by its graph.
+
+        `step` only launches kernels on buffers that exist: an allocation in a capture is a
+        KernelError, and the capture is then given up.
+        """
+        if not self.enabled:
+            step()
+            return
+        if key not in self._graphs:
+            step()
+            self._graphs[key] = None
+            return
+        if self._graphs[key] is None:
+            self._graphs[key] = self._capture(step)
+            self.captures += 1
+        else:
+            self.replays += 1
+        self._graphs[key].launch(stream=self._device.stream)
+
+    def _capture(self, step: Callable[[], None]) -> Any:
+        stream = self._device.stream
+        with self._device.freeze():
+            stream.begin_capture()
+            try:
+                step()
+            except BaseException:
+                stream.end_capture()  # leaves the stream usable; what it recorded is dropped
+                raise
+            return stream.end_capture()
+
+    def clear(self) -> None:
+        """Forget the graphs: a buffer that they use has been replaced."""
+        self._graphs.clear()
