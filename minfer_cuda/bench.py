@@ -8,23 +8,33 @@ starts with an untimed warm-up.
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import io
+import json
 import math
+import os
 import platform
 import statistics
 import subprocess
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minfer_cuda.engine import Engine, Stats
+from minfer_cuda.engine import Engine, Runner, Stats
 from minfer_cuda.errors import ContextFullError, MinferError, NumericsError
+from minfer_cuda.kernels.about import about_gpu
+from minfer_cuda.runners.numpy_runner import NumpyRunner
 from minfer_cuda.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from minfer_cuda.llm import LLM
 
 CHECK_TOKENS = 16  # length of the greedy run that must repeat itself
 PROMPT_STRIDE = 7919  # a prime: the prompt's ids spread over the vocabulary
@@ -143,6 +153,69 @@ def run(
     }
 
 
+def report(
+    llm: LLM,
+    kv_type: str,
+    n_prompt: Sequence[int],
+    n_generate: Sequence[int],
+    repetitions: int,
+) -> dict[str, Any]:
+    """`run` on a loaded model, with all that one needs to repeat it."""
+    runner = llm.engine.runner
+    tensors = llm.file.tensors.values()
+    return {
+        "model": llm.config.name,
+        "file": llm.file.path.name,
+        "file_bytes": llm.file.size_bytes,
+        "n_params": sum(math.prod(info.shape) for info in tensors),
+        "types": dict(Counter(info.type_name for info in tensors)),
+        "n_ctx": llm.n_ctx,
+        "kv_type": kv_type,
+        "runs_on": runner.describe(),
+        **about_software(),
+        **_about_device(runner),
+        **run(Bench(llm.engine, llm.sampling()), n_prompt, n_generate, repetitions),
+    }
+
+
+def as_json(result: dict[str, Any]) -> str:
+    """One line."""
+    return json.dumps(result, ensure_ascii=False)
+
+
+def as_csv(result: dict[str, Any]) -> str:
+    """A header and one line per row, each with the model, the device and the commit."""
+    common = {key: result[key] for key in ("model", "device", "n_ctx", "kv_type", "commit", "date")}
+    rows = [{k: v for k, v in row.items() if k != "seconds"} | common for row in result["results"]]
+    out = io.StringIO()
+    writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue().removesuffix("\n")
+
+
+def as_markdown(result: dict[str, Any]) -> str:
+    """A table, and under it what it was measured on."""
+    types = ", ".join(f"{count} {name}" for name, count in result["types"].items())
+    versions = ", ".join(
+        f"{key} {result[key]}" for key in ("driver", "cupy", "nvrtc", "python") if result.get(key)
+    )
+    lines = ["| test | tok/s | spread |", "|---|---|---|"]
+    lines += [
+        f"| {row['name']} | {row['tokens_per_s']:g} | ± {row['spread']:g} |"
+        for row in result["results"]
+    ]
+    lines += [
+        "",
+        f"{result['model']} ({result['file']}, tensors: {types})",
+        f"{result['device']}; {result['runs_on']}",
+        f"n_ctx {result['n_ctx']}, KV {result['kv_type']}, sampling {result['sampling']}",
+        f"minfer {result['minfer']}, commit {result['commit']}, {versions}, {result['date']}",
+        f"greedy run repeats: sha256 {result['greedy_sha256'][:16]}",
+    ]
+    return "\n".join(lines)
+
+
 def about_software() -> dict[str, Any]:
     """Versions, machine, date and the source tree's commit (None for an installed package)."""
     return {
@@ -180,6 +253,13 @@ def source_commit() -> str | None:
     commit = git("rev-parse", "--short=12", "HEAD")
     changed = git("status", "--porcelain", "--untracked-files=no")
     return f"{commit}+changes" if commit and changed else commit
+
+
+def _about_device(runner: Runner) -> dict[str, Any]:
+    """The card with its driver, or the CPU."""
+    if isinstance(runner, NumpyRunner):
+        return {"device": platform.processor() or platform.machine(), "cpus": os.cpu_count()}
+    return about_gpu()
 
 
 def _sampling_words(params: SamplingParams) -> str:

@@ -1,0 +1,62 @@
+"""minfer: run a GGUF Qwen2-family model from the command line."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from minfer_cuda import __version__
+
+from .app import INTERRUPTED, Boundary, utf8_streams
+from .bench import bench
+from .chat import chat
+from .generate import generate
+from .info import info
+
+app = typer.Typer(
+    name="minfer",
+    cls=Boundary,
+    help="Run GGUF models of the Qwen2 family on an NVIDIA GPU, or on the CPU.",
+    epilog="Example: minfer generate model.gguf 'Why is the sky blue?'",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    no_args_is_help=True,
+    add_completion=True,
+    rich_markup_mode=None,  # importing rich would double the time that --help takes
+    pretty_exceptions_enable=False,
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"minfer {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", "-V", help="Print the version.", callback=_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    utf8_streams()
+
+
+for command in (generate, chat, info, bench):
+    app.command()(command)
+
+
+def main() -> None:
+    """The console script."""
+    try:
+        app()
+    except KeyboardInterrupt:  # before or after a command's own handling
+        sys.exit(INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()

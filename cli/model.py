@@ -1,0 +1,123 @@
+"""From options to a loaded model, and what is said about it on stderr."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from .app import say
+
+if TYPE_CHECKING:
+    from minfer_cuda.llm import LLM, Completion
+    from minfer_cuda.sampling import SamplingParams
+
+
+STOPPED = {
+    "stop": "end token",
+    "stop string": "stop string",
+    "length": "length limit",
+    "interrupted": "interrupted",
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a model is loaded; the names are those of `LLM`."""
+
+    n_ctx: int
+    device: str
+    kv_type: str
+    chat_template: str | None = None
+    rope_freq_base: float | None = None
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The sampling options that were given; None leaves them to the file and the library."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repeat_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    seed: int | None = None
+
+    def check(self) -> None:
+        """Raise UsageError for a bad value, before a model is loaded."""
+        from minfer_cuda.sampling import SamplingParams
+
+        SamplingParams.from_metadata({}, **vars(self))
+
+    def params(self, llm: LLM, ignore_eos: bool) -> SamplingParams:
+        """All parameters for a model. `ignore_eos`: its end tokens are never drawn."""
+        params = llm.sampling(**vars(self))
+        if not ignore_eos:
+            return params
+        never = dict.fromkeys(llm.tokenizer.end_ids, float("-inf"))
+        return replace(params, logit_bias=params.logit_bias | never)
+
+
+@contextmanager
+def open_model(path: str, settings: Settings, verbose: bool = False) -> Iterator[LLM]:
+    """The model, closed at the end. Notices and, on a terminal, progress go to stderr."""
+    from minfer_cuda.llm import LLM
+
+    start = time.perf_counter()
+    progress = _show_progress if sys.stderr.isatty() else None
+    with LLM(path, progress=progress, notify=_notice, **vars(settings)) as llm:
+        if verbose:
+            seconds = time.perf_counter() - start
+            say(f"{path}: loaded in {seconds:.2f} s")
+            say(f"{llm.engine.runner.describe()}")
+        yield llm
+
+
+def closing_line(completion: Completion, show_seed: bool) -> str:
+    """Counts, speeds and why it ended."""
+    stats = completion.stats
+    new = stats.prompt_tokens - stats.reused_tokens
+    seed = f", seed {stats.seed}" if show_seed else ""
+    return (
+        f"{stats.prompt_tokens} prompt tokens ({new} new, {stats.reused_tokens} kept, "
+        f"{stats.prefill_rate:.1f} tok/s), {stats.generated_tokens} generated "
+        f"({stats.decode_rate:.1f} tok/s), stopped: {STOPPED[completion.finish_reason]}{seed}"
+    )
+
+
+def draws_at_random(params: SamplingParams) -> bool:
+    """Whether the seed matters and nobody chose it."""
+    return params.seed is None and not params.greedy
+
+
+def _notice(text: str) -> None:
+    say(f"note: {text}")
+
+
+def _show_progress(done: int, total: int) -> None:
+    """A percentage that overwrites itself, gone at the end."""
+    percent = 100 * done // max(total, 1)
+    text = f"\rloading {percent:3d} %" if done < total else "\r" + " " * 13 + "\r"
+    print(text, end="", file=sys.stderr, flush=True)
+
+
+def stream(completion: Completion) -> str:
+    """Print the pieces as they come, and a last newline where the text has none. Returns the text.
+
+    KeyboardInterrupt ends the completion, prints what was held back and goes on to the caller.
+    """
+    try:
+        for piece in completion:
+            print(piece, end="", flush=True)
+    except KeyboardInterrupt:
+        print(completion.end(), end="")
+        raise
+    finally:
+        if not completion.text.endswith("\n"):
+            print(flush=True)
+    return completion.text

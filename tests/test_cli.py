@@ -1,0 +1,522 @@
+"""The command line: what is refused and how, what goes to stdout, what ends with which code."""
+
+import csv
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import ggufs
+import pytest
+from typer.testing import CliRunner
+
+from cli import options
+from cli.app import one_line
+from cli.main import app
+from minfer_cuda import __version__
+from minfer_cuda.sampling import SamplingParams
+
+ROOT = Path(__file__).resolve().parent.parent
+COMMANDS = ("generate", "chat", "info", "bench")
+CPU = ("--device", "cpu", "--n-ctx", "256")
+GREEDY = (*CPU, "--temp", "0", "-n", "6")
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("cli") / "tiny.gguf"
+    return str(ggufs.write_gguf(path, layers=1, d=128, heads=2, kv_heads=1, ffn=128))
+
+
+def minfer(*arguments, stdin=None):
+    """Run in this process; stdout and stderr apart."""
+    return CliRunner().invoke(app, [*map(str, arguments)], input=stdin)
+
+
+def process(*arguments, **options):
+    """Start `minfer` as a process of its own."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), **options.pop("env", {})}
+    return subprocess.Popen(
+        [sys.executable, "-m", "cli", *map(str, arguments)],
+        cwd=ROOT,
+        env=environment,
+        **{
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            **options,
+        },
+    )
+
+
+def one_error_line(result) -> str:
+    """The last line on stderr, after checking that nothing else looks like a failure."""
+    assert "Traceback" not in result.stderr
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, result.stderr
+    return lines[0]
+
+
+# help and version
+
+
+def test_the_version_is_the_packages():
+    result = minfer("--version")
+    assert (result.exit_code, result.stdout) == (0, f"minfer {__version__}\n")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_has_help_and_every_command_an_example(command):
+    result = minfer(command, "-h")
+    assert result.exit_code == 0
+    assert f"Example: minfer {command} " in " ".join(result.stdout.split())
+    from typer.main import get_command
+
+    for parameter in get_command(app).commands[command].params:
+        assert parameter.help, parameter.name
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys; from typer.testing import CliRunner; from cli.main import app; "
+        "assert CliRunner().invoke(app, ['--help']).exit_code == 0; "
+        "print(*{name.split('.')[0] for name in sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    heavy = {"numpy", "cupy", "cuda", "tokenizers", "minijinja", "prompt_toolkit", "gguf"}
+    heavy |= {"huggingface_hub", "rich"}
+    assert done.returncode == 0, done.stderr
+    assert heavy & set(done.stdout.split()) == set()
+
+
+def test_the_defaults_in_the_help_are_the_librarys():
+    names = {"temperature": "Temperature"}
+    shown = 0
+    for field in fields(SamplingParams):
+        alias = names.get(field.name, "".join(w.capitalize() for w in field.name.split("_")))
+        option = getattr(options, alias, None)
+        if option is None or field.default is None:
+            continue
+        assert option.__metadata__[0].show_default == str(field.default), field.name
+        shown += 1
+    assert shown == 7
+
+
+# usage errors: exit code 2, nothing loaded
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--temp", "-1"),
+        ("--temp", "nan"),
+        ("--temp", "inf"),
+        ("--temp", "warm"),
+        ("--top-p", "-0.1"),
+        ("--top-p", "nan"),
+        ("--top-k", "-1"),
+        ("--top-k", "1.5"),
+        ("--min-p", "1.1"),
+        ("--repeat-penalty", "0"),
+        ("--repeat-penalty", "nan"),
+        ("--frequency-penalty", "nan"),
+        ("--presence-penalty", "inf"),
+        ("--seed", "-1"),
+        ("--seed", str(2**64)),
+        ("--max-tokens", "0"),
+        ("--n-ctx", "-1"),
+        ("--kv-type", "q4_0"),
+        ("--device", "tpu"),
+        ("--device", "cuda:x"),
+        ("--rope-freq-base", "0"),
+        ("--stop", ""),
+        ("--chat-template", "/no/such/template"),
+        ("--no-such-option",),
+    ],
+    ids=" ".join,
+)
+def test_a_bad_value_ends_with_2_before_the_model_is_opened(arguments):
+    result = minfer("generate", "/no/such/model.gguf", "hi", *arguments)
+    assert result.exit_code == 2, result.stderr
+    assert "Traceback" not in result.stderr
+    assert "no/such/model" not in result.stderr
+    assert result.stdout == ""
+
+
+def test_raw_and_chat_exclude_each_other(model):
+    result = minfer("chat", model, "--raw")
+    assert result.exit_code == 2
+    assert "--raw" in one_error_line(result)
+    assert "generate" in one_error_line(result)
+
+
+def test_raw_and_a_system_message_exclude_each_other(model):
+    result = minfer("generate", model, "hi", "--raw", "--system", "x")
+    assert result.exit_code == 2
+    assert "--system" in one_error_line(result)
+
+
+def test_a_command_without_its_model_is_a_usage_error():
+    for command in COMMANDS:
+        assert minfer(command).exit_code == 2
+
+
+def test_an_empty_prompt_is_a_usage_error(model):
+    for arguments in (("",), ("-",), ()):
+        result = minfer("generate", model, *arguments, stdin="")
+        assert result.exit_code == 2
+        assert "prompt" in one_error_line(result)
+
+
+# bad files: exit code 1, one line
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_path_that_is_not_there_ends_in_one_line(command):
+    result = minfer(command, "/no/such/model.gguf", *(["hi"] if command == "generate" else []))
+    assert result.exit_code == 1
+    assert "/no/such/model.gguf" in one_error_line(result)
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_files_that_are_no_model_end_in_one_line(command, tmp_path):
+    other = tmp_path / "notes.txt"
+    other.write_text("not a model at all, only words")
+    empty = tmp_path / "empty.gguf"
+    empty.touch()
+    for path in (tmp_path, other, empty):
+        result = minfer(command, path, *(["hi"] if command == "generate" else []))
+        assert result.exit_code == 1, result.stderr
+        assert path.name in one_error_line(result)
+        assert result.stdout == ""
+
+
+def test_another_architecture_is_refused_by_name(tmp_path):
+    path = ggufs.write_gguf(tmp_path / "other.gguf", layers=1, d=64, heads=1, kv_heads=1, ffn=64,
+                            arch="mamba")  # fmt: skip
+    result = minfer("generate", path, "hi", *CPU)
+    assert result.exit_code == 1
+    assert "mamba" in one_error_line(result)
+    shown = minfer("info", path)
+    assert shown.exit_code == 1
+    assert "general.architecture" in shown.stdout
+    assert "mamba" in one_error_line(shown)
+
+
+def test_an_error_is_one_line_that_cannot_drive_the_terminal():
+    assert one_line(ValueError("a\nb\x1b[31mc\x07")) == "a b\\x1b[31mc\\x07"
+
+
+def test_an_unexpected_failure_is_one_line_and_a_traceback_on_request(model, monkeypatch):
+    import minfer_cuda.info
+
+    def fail(*_):
+        raise ZeroDivisionError("of\nours")
+
+    monkeypatch.setattr(minfer_cuda.info, "describe", fail)
+    result = minfer("info", model)
+    assert result.exit_code == 1
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("internal error: ZeroDivisionError: of ours")
+    assert "MINFER_TRACEBACK=1" in line
+    monkeypatch.setenv("MINFER_TRACEBACK", "1")
+    assert isinstance(minfer("info", model).exception, ZeroDivisionError)
+
+
+# info
+
+
+def test_info_shows_the_model_without_opening_a_device(model):
+    result = minfer("info", model, "--n-ctx", "1024", "--check")
+    assert result.exit_code == 0
+    for text in ("qwen2.block_count", "F32", "n_ctx 1024", "all tensors are finite"):
+        assert text in result.stdout
+    assert result.stderr == ""
+
+
+def test_info_check_names_damaged_tensors(tmp_path):
+    import numpy as np
+
+    bad = np.ones(64, np.float32)
+    bad[3] = np.nan
+    path = ggufs.write_gguf(tmp_path / "bad.gguf", layers=1, d=64, heads=1, kv_heads=1, ffn=64,
+                            tensors={"output_norm.weight": bad})  # fmt: skip
+    result = minfer("info", path, "--check")
+    assert result.exit_code == 1
+    assert "output_norm.weight" in result.stdout
+    one_error_line(result)
+
+
+# generate
+
+
+def test_stdout_has_the_answer_and_nothing_else(model):
+    result = minfer("generate", model, "hello world", *GREEDY)
+    assert result.exit_code == 0, result.stderr
+    again = minfer("generate", model, "hello world", *GREEDY, "-v")
+    assert result.stdout == again.stdout
+    assert result.stdout.endswith("\n")
+    closing = result.stderr.splitlines()[-1]
+    for text in ("prompt", "generated", "tok/s"):
+        assert text in closing
+
+
+def test_the_closing_line_says_why_it_stopped(model):
+    result = minfer("generate", model, "hello", *GREEDY, "--ignore-eos")
+    assert "6 generated" in result.stderr
+    assert "length" in result.stderr.splitlines()[-1]
+
+
+def test_the_prompt_comes_from_stdin_as_well(model):
+    given = minfer("generate", model, "hello world", *GREEDY)
+    for arguments in ((), ("-",)):
+        piped = minfer("generate", model, *arguments, *GREEDY, stdin="hello world\n")
+        assert piped.stdout == given.stdout
+        assert piped.exit_code == 0
+
+
+def test_bytes_on_stdin_that_are_not_utf8_become_replacement_characters(model):
+    given = minfer("generate", model, "a\ufffdb", *GREEDY)
+    piped = minfer("generate", model, *GREEDY, stdin=b"a\xe6b")
+    assert (piped.exit_code, piped.stdout) == (0, given.stdout)
+
+
+def test_bytes_in_an_argument_that_are_not_utf8_become_replacement_characters(model):
+    given = minfer("generate", model, "a\ufffdb", *GREEDY)
+    escaped = minfer("generate", model, "a\udce6b", *GREEDY)
+    assert (escaped.exit_code, escaped.stdout) == (0, given.stdout)
+
+
+def test_a_random_seed_is_printed_and_gives_the_same_answer_again(model):
+    first = minfer("generate", model, "hello", *CPU, "-n", "8", "--temp", "5")
+    seed = first.stderr.split("seed ")[1].split()[0].strip(",;)")
+    again = minfer("generate", model, "hello", *CPU, "-n", "8", "--temp", "5", "--seed", seed)
+    assert again.stdout == first.stdout
+    other = minfer("generate", model, "hello", *CPU, "-n", "8", "--temp", "5", "--seed", "1")
+    assert other.stdout != first.stdout
+
+
+def test_a_stop_string_is_not_printed(model):
+    whole = minfer("generate", model, "hello", *GREEDY, "--ignore-eos").stdout.rstrip("\n")
+    stop = whole[2:4]
+    cut = minfer("generate", model, "hello", *GREEDY, "--ignore-eos", "--stop", stop)
+    assert cut.stdout.rstrip("\n") == whole[: whole.index(stop)]
+    assert "stop" in cut.stderr.splitlines()[-1]
+
+
+def test_raw_feeds_the_prompt_without_a_template(model):
+    raw = minfer("generate", model, "hello", *GREEDY, "--raw")
+    chat = minfer("generate", model, "hello", *GREEDY)
+    assert raw.exit_code == 0
+    count = [int(r.stderr.splitlines()[-1].split(" prompt")[0].split()[-1]) for r in (raw, chat)]
+    assert count[0] == 1
+    assert count[1] > 1
+
+
+def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(model):
+    result = minfer("generate", model, "hello " * 40, "--device", "cpu", "--n-ctx", "16")
+    assert result.exit_code == 1
+    assert "n_ctx is 16" in one_error_line(result)
+    assert result.stdout == ""
+
+
+def test_a_closed_pipe_ends_quietly(model):
+    with process("generate", model, "hello", *CPU, "--ignore-eos") as running:
+        running.stdout.close()
+        stderr = running.stderr.read().decode()
+    assert running.returncode == 0
+    assert "Traceback" not in stderr
+    assert "error" not in stderr.lower()
+
+
+def test_ctrl_c_ends_with_130_and_a_closing_line(model):
+    with process("generate", model, "hello", "--device", "cpu", "-n", "100000", "--n-ctx", "100000",
+                 "--ignore-eos") as running:  # fmt: skip
+        running.stdout.read(1)
+        running.send_signal(signal.SIGINT)
+        stderr = running.stderr.read().decode()
+    assert running.returncode == 130
+    assert "Traceback" not in stderr
+    assert "interrupted" in stderr
+
+
+def test_characters_that_the_terminal_lacks_do_not_raise(model):
+    ascii_only = {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    with process("generate", model, "hello", *GREEDY, "--ignore-eos", env=ascii_only) as running:
+        out, err = running.communicate()
+    assert running.returncode == 0, err
+    out.decode("ascii")
+
+
+# chat
+
+
+def chat(model, lines, *arguments):
+    return minfer("chat", model, *GREEDY, *arguments, stdin="".join(f"{line}\n" for line in lines))
+
+
+def turns(result):
+    """The lines on stderr that report a turn."""
+    return [line for line in result.stderr.splitlines() if "prompt" in line and "tok/s" in line]
+
+
+def test_each_piped_line_is_a_turn_and_the_end_of_input_leaves(model):
+    result = chat(model, ["hello", "world"])
+    assert result.exit_code == 0, result.stderr
+    assert len(turns(result)) == 2
+
+
+def test_the_first_turn_answers_as_generate_does(model):
+    assert chat(model, ["hello"]).stdout == minfer("generate", model, "hello", *GREEDY).stdout
+
+
+def test_a_later_turn_prefills_only_what_is_new(model):
+    result = chat(model, ["hello", "world", "hello"], "--ignore-eos")
+    kept = [int(line.split(" kept")[0].split()[-1]) for line in turns(result)]
+    new = [int(line.split(" new")[0].split()[-1].strip("(")) for line in turns(result)]
+    assert kept[0] == 0
+    assert kept[2] > kept[1] > new[0]
+    assert new[2] == new[1]
+
+
+def test_empty_lines_and_unknown_commands_call_no_model(model):
+    result = chat(model, ["", "   ", "/nonsense", "/", "/help"])
+    assert result.exit_code == 0
+    assert turns(result) == []
+    assert "/nonsense" in result.stderr
+    assert result.stdout == ""
+    for command in ("/exit", "/quit", "/clear", "/regen", "/undo", "/system"):
+        assert command in result.stderr
+
+
+@pytest.mark.parametrize("leave", ["/exit", "/quit"])
+def test_exit_leaves_at_once(model, leave):
+    result = chat(model, ["hello", leave, "world"])
+    assert (result.exit_code, len(turns(result))) == (0, 1)
+
+
+def test_regen_answers_the_last_message_anew_and_undo_takes_it_back(model, tmp_path):
+    session = tmp_path / "chat.json"
+    result = chat(model, ["hello", "/regen", "world", "/undo"], "--session", session)
+    assert result.exit_code == 0
+    assert len(turns(result)) == 3
+    roles = [(m["role"], m["content"]) for m in json.loads(session.read_text())]
+    assert [role for role, _ in roles] == ["user", "assistant"]
+    assert roles[0] == ("user", "hello")
+
+
+def test_regen_and_undo_with_nothing_there_say_so_and_go_on(model):
+    result = chat(model, ["/regen", "/undo", "hello"])
+    assert result.exit_code == 0
+    assert len(turns(result)) == 1
+    assert result.stderr.count("nothing to") == 2
+
+
+def test_clear_forgets_the_conversation_and_keeps_the_system_message(model, tmp_path):
+    session = tmp_path / "chat.json"
+    chat(model, ["hello", "/clear"], "--system", "be brief", "--session", session)
+    assert json.loads(session.read_text()) == [{"role": "system", "content": "be brief"}]
+
+
+def test_the_system_message_can_be_changed(model, tmp_path):
+    session = tmp_path / "chat.json"
+    chat(model, ["hello", "/system be kind"], "--session", session)
+    assert json.loads(session.read_text()) == [{"role": "system", "content": "be kind"}]
+
+
+def test_a_session_goes_on_where_it_ended(model, tmp_path):
+    session = tmp_path / "chat.json"
+    first = chat(model, ["hello"], "--session", session)
+    before = json.loads(session.read_text())
+    second = chat(model, ["world"], "--session", session)
+    after = json.loads(session.read_text())
+    assert after[:2] == before
+    assert [m["role"] for m in after[2:]] == ["user", "assistant"]
+    counts = [int(turns(r)[0].split(" prompt")[0].split()[-1]) for r in (first, second)]
+    assert counts[1] > 2 * counts[0]
+
+
+def test_a_session_that_cannot_be_read_is_reported_and_left_alone(model, tmp_path):
+    session = tmp_path / "chat.json"
+    session.write_text("[{")
+    result = chat(model, ["hello"], "--session", session)
+    assert result.exit_code == 1
+    assert "chat.json" in one_error_line(result)
+    assert session.read_text() == "[{"
+
+
+def test_a_single_turn_answers_one_line(model):
+    result = chat(model, ["", "hello", "world"], "--single-turn")
+    assert (result.exit_code, len(turns(result))) == (0, 1)
+
+
+def test_a_message_that_cannot_fit_is_refused_and_the_chat_goes_on(model):
+    result = minfer("chat", model, *GREEDY, "--n-ctx", "48", stdin="hello " * 60 + "\nhello\n")
+    assert "n_ctx is 48" in one_error_line(result)
+    assert len(turns(result)) == 1
+
+
+def test_the_user_is_told_how_many_turns_were_dropped(model):
+    result = minfer("chat", model, *GREEDY, "--n-ctx", "64", "--ignore-eos", stdin="hello\n" * 8)
+    assert result.exit_code == 0
+    assert "dropped" in result.stderr
+
+
+def test_ctrl_c_stops_a_reply_keeps_it_and_the_next_turn_goes_on(model, tmp_path):
+    session = tmp_path / "chat.json"
+    with process("chat", model, "--device", "cpu", "--n-ctx", "100000", "--ignore-eos",
+                 "--session", session, stdin=subprocess.PIPE) as running:  # fmt: skip
+        running.stdin.write(b"hello\n")
+        running.stdin.flush()
+        running.stdout.read(1)
+        running.send_signal(signal.SIGINT)
+        running.stdin.write(b"/exit\n")
+        stderr = running.communicate()[1].decode()
+    assert running.returncode == 0, stderr
+    assert "interrupted" in stderr
+    reply = json.loads(session.read_text())[1]
+    assert reply["role"] == "assistant"
+    assert reply["content"]
+
+
+# bench
+
+
+def test_bench_json_is_one_object_on_the_last_line_with_what_makes_it_repeatable(model):
+    result = minfer("bench", model, "-p", "4,8", "-n", "3", "-r", "2", "--device", "cpu", "--json")
+    assert result.exit_code == 0, result.stderr
+    (line,) = result.stdout.splitlines()
+    report = json.loads(line)
+    assert [row["name"] for row in report["results"]] == ["pp4", "pp8", "tg3"]
+    assert all(len(row["seconds"]) == 2 for row in report["results"])
+    for key in ("model", "types", "device", "n_ctx", "minfer", "commit", "date", "sampling"):
+        assert key in report
+
+
+def test_bench_prints_markdown_and_csv(model):
+    small = ("-p", "4", "-n", "2", "-r", "2", "--device", "cpu")
+    table = minfer("bench", model, *small).stdout
+    assert "| pp4 |" in table
+    rows = list(csv.DictReader(io.StringIO(minfer("bench", model, *small, "--csv").stdout)))
+    assert [row["name"] for row in rows] == ["pp4", "tg2"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("-p", "x"), ("-p", "-1"), ("-r", "0"), ("--json", "--csv"), ("-p", "0", "-n", "0")],
+)
+def test_bench_refuses_what_it_cannot_measure(arguments):
+    result = minfer("bench", "/no/such/model.gguf", *arguments)
+    assert result.exit_code == 2
+    assert "no/such" not in result.stderr
+
+
+def test_bench_refuses_a_context_that_its_tests_do_not_fit(model):
+    result = minfer("bench", model, "-p", "64", "--n-ctx", "32", "--device", "cpu")
+    assert result.exit_code == 1
+    assert "n_ctx is 32" in one_error_line(result)
