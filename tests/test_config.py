@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 from gguf import GGUFValueType as V
+from ggufs import vocabulary, write_gguf
 
 from minfer_cuda.config import Qwen2Config, RopeScaling
 from minfer_cuda.errors import ModelFileError, UnsupportedModelError, UsageError
 from minfer_cuda.gguf import GGUFFile
-from tests.ggufs import vocabulary, write_gguf
 
 
 def config(path: Path, *, rope_base: float | None = None, **options: Any) -> Qwen2Config:

@@ -8,12 +8,12 @@ import gguf
 import numpy as np
 import pytest
 from gguf import GGUFValueType as V
+from ggufs import RawGGUF, array, key_value, tensor_entry, text, write_gguf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from minfer_cuda.errors import MinferError, ModelFileError, UnsupportedModelError
 from minfer_cuda.gguf import GGUFFile
-from tests.ggufs import RawGGUF, array, key_value, tensor_entry, text, write_gguf
 
 U64_MAX = (1 << 64) - 1
 F32, Q8_0 = 0, 8
@@ -159,6 +159,13 @@ def test_huge_counts_are_compared_with_the_bytes_left(tmp_path: Path, huge: int)
     refused(tmp_path, RawGGUF(entries=[lengths + bytes(40)]), "truncated: the name of tensor 0")
 
 
+def test_a_string_one_byte_short_at_the_very_end_is_truncated(tmp_path: Path) -> None:
+    values = [key_value("k", 9, array(8, 2, text("ab") + text("cde")))]
+    raw = RawGGUF(values=values).build()
+    opened(tmp_path, raw).close()
+    refused(tmp_path, raw[:-1], "truncated: string 1 of 'k'")
+
+
 def test_a_header_longer_than_the_limit_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,7 +287,9 @@ def test_a_file_changed_while_open_is_noticed_before_its_data_is_read(
     path = one_tensor([32]).write(tmp_path / "x.gguf")
     with GGUFFile.open(path) as file:
         if damage == "truncate":
+            changed = path.stat().st_mtime_ns
             os.truncate(path, 40)
+            os.utime(path, ns=(changed, changed))  # the size alone gives it away
         else:
             path.write_bytes(path.read_bytes())
             os.utime(path, ns=(1, 1))  # not left to the clock's resolution

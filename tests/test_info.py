@@ -6,11 +6,11 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from ggufs import write_gguf
 
 from minfer_cuda.config import Qwen2Config
 from minfer_cuda.gguf import GGUFFile
 from minfer_cuda.info import check, describe, printable, size
-from tests.ggufs import write_gguf
 
 
 def described(path: Path, n_ctx: int = 4096, **options: Any) -> str:

@@ -1,18 +1,19 @@
 """Each tensor is checked before any is uploaded, and uploaded once, in file order."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import pytest
+from ggufs import RawGGUF, text, write_gguf
 
 from minfer_cuda.config import Qwen2Config
 from minfer_cuda.errors import ModelFileError, UnsupportedModelError
 from minfer_cuda.gguf import GGUFFile, TensorInfo
 from minfer_cuda.ops import ModelWeights
 from minfer_cuda.weights import load_weights
-from tests.ggufs import RawGGUF, text, write_gguf
 
 SMALL = {"layers": 2, "d": 256, "heads": 4, "kv_heads": 2, "ffn": 256}
 
@@ -198,3 +199,19 @@ def test_an_empty_file_has_no_model(tmp_path: Path) -> None:
     with GGUFFile.open(RawGGUF().write(tmp_path / "x.gguf")) as file:
         with pytest.raises(UnsupportedModelError, match="architecture None"):
             Qwen2Config.from_gguf(file)
+
+
+@pytest.mark.model
+def test_the_real_05b_is_what_its_family_table_says(model_05b: Path) -> None:
+    with GGUFFile.open(model_05b) as file:
+        config = Qwen2Config.from_gguf(file)
+        infos: dict[str, TensorInfo] = {}
+        load_weights(file, config, lambda info, data: infos.setdefault(info.name, info), cuda=True)
+        bias = file.data("blk.0.attn_k.bias").view("<f4")
+    sizes = (config.n_layers, config.d_model, config.d_ffn, config.n_heads, config.n_kv_heads)
+    assert sizes == (24, 896, 4864, 14, 2)
+    assert (config.head_dim, config.n_vocab, config.rope_base) == (64, 151936, 1e6)
+    assert config.notices == ()
+    kinds = Counter(info.type_name for info in infos.values())
+    assert kinds == {"Q5_0": 133, "F32": 121, "Q8_0": 13, "Q6_K": 12, "Q4_K": 12}
+    assert np.abs(bias).max() > 50  # products of these overflow half-precision scores
