@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minfer_cuda.errors import TemplateError, UsageError
+from minfer_cuda.template_methods import METHODS, methods_as_filters
 from minfer_cuda.tokenizer import any_of, special_text, well_formed
 
 if TYPE_CHECKING:
@@ -38,8 +39,11 @@ OVERRIDE_HINT = "choose one with --chat-template FILE|chatml"
 FUEL = 10_000_000  # instructions of one rendering, about a second; a chat takes some 30 a message
 PRIVATE_RANGES = ((0xF0000, 0xFFFFE), (0x100000, 0x10FFFE), (0xE000, 0xF900))
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
-_PROBE = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
-          {"role": "user", "content": "c"})  # fmt: skip
+_PROBE = (
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "b"},
+    {"role": "user", "content": "c"},
+)
 
 
 class Refusal(TemplateError):
@@ -124,8 +128,8 @@ class ChatTemplate:
         that content. They stand in its place wherever the template prints the content unchanged.
         """
         self._now = self.clock()
-        prompt = _Prompt(self, _map_texts(messages, well_formed), _map_texts(tools, well_formed),
-                         add_generation_prompt, tokenizer)  # fmt: skip
+        messages, tools = _map_texts(messages, well_formed), _map_texts(tools, well_formed)
+        prompt = _Prompt(self, messages, tools, add_generation_prompt, tokenizer)
         return prompt.encode(generated or {})
 
     @cached_property
@@ -153,12 +157,14 @@ class ChatTemplate:
         environment.add_filter("tojson", _tojson)
         environment.add_global("raise_exception", _raise_exception)
         environment.add_global("strftime_now", lambda form: self._now.strftime(form))
+        for name in METHODS:
+            environment.add_filter(name, getattr(str, name))
         # Training masks; an `if` in their place keeps what they do to the white space around.
         source = _GENERATION.sub(
             lambda tag: f"{{%{tag[1]} {'endif' if tag[2] else 'if true'} {tag[3]}%}}", source
         )
         try:
-            environment.add_template("chat_template", source)
+            environment.add_template("chat_template", methods_as_filters(source))
         except EngineError as error:
             raise TemplateError(str(error.message)) from error
         return environment
@@ -174,6 +180,8 @@ class ChatTemplate:
             return
 
     def _render(self, messages: Any, tools: Any, add_generation_prompt: bool) -> str:
+        if not all(isinstance(message, Mapping) for message in messages):
+            raise UsageError("a message is a mapping with `role` and `content`")
         messages, tools = _map_texts(messages, well_formed), _map_texts(tools, well_formed)
         try:
             return self._run(self._environment, messages, tools, add_generation_prompt)
@@ -241,8 +249,11 @@ class _Prompt:
     def _splice(self, generated: Mapping[int, Sequence[int]]) -> dict[str, Sequence[int]]:
         """Put a private character in place of each content that has generated ids and that the
         template prints unchanged. Returns the ids per character."""
-        wanted = {i: self._stand_in(self._messages[i]["content"])
-                  for i in generated if self._messages[i].get("content")}  # fmt: skip
+        wanted = {
+            i: self._stand_in(self._messages[i]["content"])
+            for i in generated
+            if self._messages[i].get("content")
+        }
 
         def replaced(indices: Iterable[int]) -> list[dict[str, Any]]:
             messages = list(self._messages)
@@ -382,8 +393,8 @@ def _tojson(
     )
     if not ensure_ascii:
         return text
-    return re.sub(r"[^\x00-\x7f\ue000-\uf8ff\U000f0000-\U0010ffff]",
-                  lambda match: json.dumps(match[0])[1:-1], text)  # fmt: skip
+    escaped = r"[^\x00-\x7f\ue000-\uf8ff\U000f0000-\U0010ffff]"
+    return re.sub(escaped, lambda match: json.dumps(match[0])[1:-1], text)
 
 
 def _raise_exception(message: object) -> None:

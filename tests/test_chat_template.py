@@ -7,7 +7,7 @@ from datetime import datetime
 import jinja2
 import jinja2.sandbox
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minfer_cuda.chat_template import ChatTemplate
@@ -95,6 +95,24 @@ def test_tojson_equals_that_of_hugging_face(call):
     assert ChatTemplate(source).render([], tools=value) == private_kept
 
 
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "x.rsplit(',', 1)[-1].strip()",
+        "x.removeprefix('a').removesuffix(',c ')",
+        "'-'.join(x.partition(',')) ~ x.zfill(9)",
+        "messages[0].content.rsplit('i'.removesuffix(')'))[0]",
+        "messages[0]['content'].center( 1 + (3) ) if x.rsplit(',')|length > 2 else x.swapcase()",
+        "not 'a'.rpartition('.')[0] and x in x.ljust(9)",
+        "(x ~ 'b').rsplit('b')[0] ~ [x.upper().rsplit(',')][0][1]",
+        "x.rsplit(sep=',', maxsplit=1)[0]",
+    ],
+)
+def test_string_methods_of_python_that_the_engine_lacks(expression):
+    source = "{% set x = ' a,b,c ' %}.rsplit('{{ " + expression + " }}' {{- x.rsplit(',')[2] }}"
+    assert ChatTemplate(source).render(HI) == hugging_face(source, HI)
+
+
 def test_generation_tags_do_not_change_the_text():
     tagged = "a\n  {% generation %}\nb{%- endgeneration -%} \nc\n"
     plain = "a\n  {% if true %}\nb{%- endif -%} \nc\n"
@@ -119,10 +137,13 @@ def test_what_the_template_rejects_is_an_error_with_its_words():
     ("source", "why"),
     [
         ("{% for %}", "syntax error.*chat_template:1"),
-        ("{{ messages[0].content.rsplit('a') }}", "rsplit"),
+        ("{{ messages[0].content.no_such_method('a') }}", "no_such_method"),
         ("{{ no_such_function() }}", "no_such_function"),
         ("{{ raise_exception('never') }}", "never"),
-        ("{% if messages | length > 1 %}{{ 'a'.rsplit('b') }}{% endif %}", "rsplit"),
+        (
+            "{% if messages | length > 1 %}{{ 'a'.no_such_method('b') }}{% endif %}",
+            "no_such_method",
+        ),
         (
             "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
             "fuel",
@@ -187,7 +208,13 @@ def test_metadata_without_a_vocabulary_is_refused():
         ChatTemplate.from_metadata({})
 
 
+def test_messages_that_are_none_are_a_usage_error():
+    with pytest.raises(UsageError, match="a message is a mapping"):
+        ChatTemplate(PLAIN).render(["Hi"])
+
+
 @pytest.mark.parametrize("source", FAMILIES)
+@settings(max_examples=40)
 @given(messages=MESSAGES)
 def test_only_the_template_itself_writes_control_tokens(tiny_tokenizer, source, messages):
     template = ChatTemplate(source, bos_text="<|endoftext|>")
@@ -198,6 +225,7 @@ def test_only_the_template_itself_writes_control_tokens(tiny_tokenizer, source, 
 
 
 @pytest.mark.parametrize("source", [PLAIN, TOOLED, TRIMMED, JOINED])
+@settings(max_examples=40)
 @given(messages=MESSAGES)
 def test_the_ids_spell_the_rendered_text(tiny_tokenizer, source, messages):
     template = ChatTemplate(source)
@@ -211,6 +239,7 @@ def test_the_ids_spell_the_rendered_text(tiny_tokenizer, source, messages):
     assert spelt.decode() == template.render(messages, TOOLS)
 
 
+@settings(max_examples=40)
 @given(st.lists(st.sampled_from(["hello", " ", "\n", "  ", "the", "é"])).map("".join))
 def test_white_space_at_the_seams_merges_as_in_the_whole_text(tiny_tokenizer, content):
     for source in (PLAIN, THINKING, TRIMMED):
