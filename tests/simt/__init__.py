@@ -1,1 +1,1 @@
-"""The kernels of cuda/ on a CPU: SimtDevice runs them under the launchers, with every access checked."""
+"""cuda/*.cu on a CPU: SimtDevice runs the kernels under their launchers and checks each access."""

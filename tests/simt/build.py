@@ -1,4 +1,4 @@
-"""Compiles the shim's runtime and kernel instances to shared libraries, kept by content in build/simt."""
+"""Compiles the runtime and kernel instances to shared libraries, kept by content in build/simt."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from minfer_cuda.errors import KernelError
@@ -17,11 +18,11 @@ CACHE = FOLDER.parents[1] / "build" / "simt"
 _HEADERS = ("simt.h", "simt_vectors.h", "simt_half.h", "simt_arithmetic.h", "entry.h")
 _RUNTIME = ("fibres.cpp", "memory.cpp")
 
-# Frame pointers name the place of a fault; unique symbols would bind a library to another's variables.
+# Frame pointers name a fault's place; unique symbols would bind a library to another's variables.
 _COMMON = ("-std=c++17", "-fPIC", "-gdwarf-4", "-w", "-fno-omit-frame-pointer", "-fno-gnu-unique")
 # As on the device: no contraction (bits are promised), wrapping integers, punned pointers.
-_KERNEL = ("-DMINFER_SIMT", "-ffp-contract=off", "-fwrapv", "-fno-strict-aliasing", "-fno-exceptions",
-           "-fvisibility=hidden")  # fmt: skip
+_KERNEL = ("-DMINFER_SIMT", "-ffp-contract=off", "-fwrapv", "-fno-strict-aliasing",
+           "-fno-exceptions", "-fvisibility=hidden")  # fmt: skip
 _CHECKED = ("-O1", "-fsanitize=thread", "--param=tsan-distinguish-volatile=1",
             "--param=tsan-instrument-func-entry-exit=0", "-fsanitize=alignment,bounds")  # fmt: skip
 
@@ -69,13 +70,15 @@ def runtime() -> Path:
     path = _kept([_compiler_version(), *flags, _texts((*_RUNTIME, "runtime.h"))], "runtime")
     if not path.exists():
         sources = [str(FOLDER / name) for name in _RUNTIME]
-        _publish(path, lambda out: _run([_compiler(), *flags, "-shared", *sources, "-o", out], "tests/simt"))
+        command = [_compiler(), *flags, "-shared", *sources, "-o"]
+        _publish(path, lambda out: _run([*command, out], "tests/simt"))
     return path
 
 
 def kernel(stem: str, name: str, source: str, checked: bool) -> Path:
     """The instance `name` of the expanded text `source` of cuda/<stem>.cu. Raises KernelError."""
-    text = f'#include "simt.h"\n{source}\n#line 1 "entry of {name}"\n#include "entry.h"\nSIMT_ENTRY({name})\n'
+    entry = f'#line 1 "entry"\n#include "entry.h"\nSIMT_ENTRY({name})\n'
+    text = f'#include "simt.h"\n{source}\n{entry}'
     flags = [*_COMMON, *_KERNEL, *(_checked_flags() if checked else ("-O2",))]
     key = [_compiler_version(), *flags, _texts(_HEADERS), str(runtime()), text]
     path = _kept(key, stem)
@@ -101,7 +104,7 @@ def _compile(what: str, text: str, flags: list[str], out: str) -> None:
         _run([_compiler(), "-shared", str(unit), *wraps, *libraries, "-o", out], what)
 
 
-def _publish(path: Path, make) -> None:  # noqa: ANN001
+def _publish(path: Path, make: Callable[[str], object]) -> None:
     """Atomic: another process sees the whole library or none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
@@ -111,8 +114,8 @@ def _publish(path: Path, make) -> None:  # noqa: ANN001
 
 
 def places(library: Path, addresses: list[int]) -> list[str]:
-    """Source places of addresses within a library, inlined calls included: `matvec.cu:88`, innermost
-    first. Files of the shim itself are left out."""
+    """Source places of addresses within a library, inlined calls included, innermost first:
+    `matvec.cu:88`. Files of the shim itself are left out."""
     tool = shutil.which("addr2line")
     if tool is None or not addresses:
         return []

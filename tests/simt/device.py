@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,19 @@ from minfer_cuda.errors import KernelError
 from minfer_cuda.kernels.compiler import expand_source
 
 from . import build
+from .abi import Fault, Launch, Module, Parameter, Range
+from .arrays import Allocation, SimtArray, holds
 
-_ALIGNMENT = 256  # what cudaMalloc promises
-_KINDS = ("", "out of bounds", "misaligned", "uninitialised", "race", "divergence", "barrier", "forbidden")
-_WRITTEN = 4  # shadow word of bytes that an earlier launch or the host has written (memory.cpp)
+_KINDS = (
+    "",  # in the order of FaultKind in runtime.h
+    "out of bounds",
+    "misaligned",
+    "uninitialised",
+    "race",
+    "divergence",
+    "barrier",
+    "forbidden",
+)
 _MAX_THREADS = 1024
 _lock = threading.Lock()  # the runtime runs one launch at a time
 
@@ -36,107 +44,6 @@ class SimtError(KernelError):
         self.kind = kind
         self.places = places
         self.other_places = other_places
-
-
-class Allocation:
-    """Bytes of device memory and, where accesses are checked, two shadow words for each."""
-
-    def __init__(self, nbytes: int, checked: bool):
-        self.nbytes = nbytes
-        self._raw = np.full(nbytes + 2 * _ALIGNMENT, 0xFF, np.uint8)  # NaN to every float type
-        start = -self._raw.ctypes.data % _ALIGNMENT
-        self.bytes = self._raw[start : start + nbytes]
-        self.address = self.bytes.ctypes.data
-        self.writes = np.zeros(nbytes if checked else 0, np.uint64)
-        self.reads = np.zeros(nbytes if checked else 0, np.uint64)
-
-    def written(self, address: int, nbytes: int) -> None:
-        start = address - self.address
-        self.writes[start : start + nbytes] = _WRITTEN
-
-
-@dataclass(frozen=True)
-class _Pointer:
-    ptr: int
-
-
-class SimtArray(np.ndarray):
-    """An array in device memory. `data.ptr` is its address, as CuPy spells it."""
-
-    allocation: Allocation | None = None
-
-    def __array_finalize__(self, source: Any) -> None:
-        self.allocation = getattr(source, "allocation", None)
-
-    @property
-    def data(self) -> _Pointer:  # type: ignore[override]
-        return _Pointer(self.ctypes.data)
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        super().__setitem__(index, value)
-        if self.allocation is not None:
-            part = np.asarray(self[index] if isinstance(index, (slice, tuple, int)) else self)
-            low, high = np.lib.array_utils.byte_bounds(part) if part.size else (0, 0)
-            self.allocation.written(low, high - low)
-
-    def fill(self, value: Any) -> None:
-        self[...] = value
-
-
-def _holds(array: Any) -> bool:
-    """Whether the array lies in the device memory that it was made from."""
-    allocation = getattr(array, "allocation", None)
-    if allocation is None:
-        return False
-    start = array.ctypes.data - allocation.address
-    return 0 <= start and start + array.nbytes <= allocation.nbytes
-
-
-# ---- the runtime's structures (runtime.h) ----------------------------------------------------------
-
-
-class _Range(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_uint64) for name in ("begin", "end", "writes", "reads")]
-
-
-class _Module(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_uint64)
-        for name in ("image_begin", "image_end", "shared_begin", "shared_end")
-    ]
-
-
-class _Launch(ctypes.Structure):
-    _fields_ = [
-        ("grid", ctypes.c_uint32 * 3),
-        ("block", ctypes.c_uint32 * 3),
-        ("shared_bytes", ctypes.c_uint32),
-        ("checked", ctypes.c_int32),
-        ("run", ctypes.c_void_p),
-        ("arguments", ctypes.c_void_p),
-        ("module", _Module),
-        ("ranges", ctypes.c_void_p),
-        ("range_count", ctypes.c_int32),
-    ]
-
-
-class _Fault(ctypes.Structure):
-    _fields_ = [
-        ("kind", ctypes.c_int32),
-        ("block", ctypes.c_uint32 * 3),
-        ("thread", ctypes.c_uint32 * 3),
-        ("other_thread", ctypes.c_uint32 * 3),
-        ("has_other", ctypes.c_int32),
-        ("address", ctypes.c_uint64),
-        ("bytes", ctypes.c_uint32),
-        ("frames", ctypes.c_uint64 * 24),
-        ("other_frames", ctypes.c_uint64 * 24),
-        ("text", ctypes.c_char * 512),
-    ]
-
-
-class _Parameter(ctypes.Structure):
-    _fields_ = [("kind", ctypes.c_char), ("pointee", ctypes.c_char), ("bytes", ctypes.c_int32)]
 
 
 _POINTEES = {
@@ -163,6 +70,29 @@ def _words(args: Sequence[Any]) -> str:
     )
 
 
+def _is_structure(value: Any, size: int) -> bool:
+    return isinstance(value, ctypes.Structure) and ctypes.sizeof(value) == size
+
+
+def _check_array(array: np.ndarray, pointee: str, wrong: str) -> None:
+    """Raises KernelError for an array that a GPU would read wrongly or not at all."""
+    if not array.flags.c_contiguous:
+        raise KernelError(f"{wrong} is not contiguous")
+    if not holds(array):
+        raise KernelError(f"{wrong} is not a device array")
+    fitting = _POINTEES.get(pointee, (array.dtype,))
+    if array.dtype.itemsize > 1 and array.dtype not in fitting:  # bytes may hold anything
+        expected = np.dtype(fitting[0]).name
+        raise KernelError(f"{wrong} is {array.dtype}, the parameter points to {expected}")
+
+
+def range_of(allocation: Allocation, address: int, nbytes: int) -> Range:
+    """The bytes, with their shadow words."""
+    offset = 8 * (address - allocation.address)
+    writes = allocation.writes.ctypes.data + offset
+    return Range(address, address + nbytes, writes, allocation.reads.ctypes.data + offset)
+
+
 class SimtKernel:
     """One instance, loaded. `Kernel` has the rules of a call; beyond them the arguments are checked
     against the kernel's parameters."""
@@ -174,7 +104,7 @@ class SimtKernel:
         self._path = library
         self._library = ctypes.CDLL(str(library))
         self._library.simt_touch_shared.restype = ctypes.c_void_p
-        self._library.simt_parameters.restype = ctypes.POINTER(_Parameter)
+        self._library.simt_parameters.restype = ctypes.POINTER(Parameter)
         table = self._library.simt_parameters()
         self._parameters: list[tuple[str, str, int]] = []
         while (p := table[len(self._parameters)]).kind != b"\0":
@@ -204,36 +134,30 @@ class SimtKernel:
                 )
             values, ranges = self._pack(args, told)
             pointers = (ctypes.c_void_p * (len(values) + 1))(*map(ctypes.addressof, values))
-            table = (_Range * (len(ranges) + 1))(*ranges)
-            launch = _Launch(
+            table = (Range * (len(ranges) + 1))(*ranges)
+            launch = Launch(
                 full_grid, full_block, shared, self._device.checks,
                 ctypes.cast(self._library.simt_run, ctypes.c_void_p).value,
                 ctypes.addressof(pointers), module, ctypes.addressof(table), len(ranges),
             )  # fmt: skip
-            fault = _Fault()
+            fault = Fault()
             self._device.launched.add((self.stem, self.name))
             if self._device.runtime.simt_launch(ctypes.byref(launch), ctypes.byref(fault)):
                 raise self._error(fault, module, args)
 
-    def _pack(self, args: tuple[Any, ...], told: str) -> tuple[list[Any], list[_Range]]:
+    def _pack(self, args: tuple[Any, ...], told: str) -> tuple[list[Any], list[Range]]:
         """The arguments as C values, and the memory that they give access to."""
-        if len(args) != len(self._parameters):
-            raise KernelError(f"{told}: the kernel takes {len(self._parameters)} arguments, got {len(args)}")
+        wanted = self._parameters
+        if len(args) != len(wanted):
+            raise KernelError(f"{told}: it takes {len(wanted)} arguments, got {len(args)}")
         values: list[Any] = []
-        ranges: list[_Range] = []
-        for i, (value, (kind, pointee, size)) in enumerate(zip(args, self._parameters, strict=True)):
+        ranges: list[Range] = []
+        for i, (value, (kind, pointee, size)) in enumerate(zip(args, wanted, strict=True)):
             wrong = f"{told}: argument {i}"
-            if isinstance(value, np.ndarray):
-                if kind != "p":
-                    raise KernelError(f"{wrong} is an array, the parameter is not a pointer")
-                if not value.flags.c_contiguous:
-                    raise KernelError(f"{wrong} is not contiguous")
-                if not _holds(value):
-                    raise KernelError(f"{wrong} is not a device array")
-                if pointee in _POINTEES and value.dtype.itemsize > 1 and value.dtype not in _POINTEES[pointee]:
-                    raise KernelError(f"{wrong} is {value.dtype}, the parameter points to {_POINTEES[pointee][0].__name__}")
+            if isinstance(value, np.ndarray) and kind == "p":
+                _check_array(value, pointee, wrong)
                 values.append(ctypes.c_void_p(value.ctypes.data))
-                ranges.append(self._device.range_of(value.allocation, value.ctypes.data, value.nbytes))
+                ranges.append(range_of(value.allocation, value.ctypes.data, value.nbytes))
             elif value is None and kind == "p":
                 values.append(ctypes.c_void_p(0))
             elif isinstance(value, int) and kind == "i":
@@ -242,17 +166,15 @@ class SimtKernel:
                 values.append(ctypes.c_int32(value))
             elif isinstance(value, float) and kind == "f":
                 values.append(ctypes.c_float(value))
-            elif isinstance(value, ctypes.Structure) and kind == "s" and ctypes.sizeof(value) == size:
+            elif _is_structure(value, size) and kind == "s":
                 values.append(value)
                 ranges += self._device.ranges_in(value)
             else:
-                raise KernelError(
-                    f"{wrong} is {_words([value])}, the parameter is "
-                    f"{dict(p='a pointer', i='int', f='float', s=f'a structure of {size} bytes')[kind]}"
-                )
+                names = dict(p="a pointer", i="int", f="float", s=f"a structure of {size} bytes")
+                raise KernelError(f"{wrong} is {_words([value])}, the parameter is {names[kind]}")
         return values, ranges
 
-    def _error(self, fault: _Fault, module: _Module, args: tuple[Any, ...]) -> SimtError:
+    def _error(self, fault: Fault, module: Module, args: tuple[Any, ...]) -> SimtError:
         def places(frames: Any) -> list[str]:
             inside = [f - 1 - module.image_begin for f in frames if f]
             return build.places(self._path, inside)
@@ -263,8 +185,8 @@ class SimtKernel:
         if fault.address and "shared memory" not in text:
             text += self._nearest(fault.address, args)
         message = (
-            f"{self.name}: {kind}: {text}; block {tuple(fault.block)}, thread {tuple(fault.thread)} "
-            f"at {' < '.join(here) or 'an unknown place'}"
+            f"{self.name}: {kind}: {text}; block {tuple(fault.block)}, "
+            f"thread {tuple(fault.thread)} at {' < '.join(here) or 'an unknown place'}"
         )
         if there:
             other = f"thread {tuple(fault.other_thread)} " if fault.has_other else ""
@@ -283,15 +205,16 @@ class SimtKernel:
         if near is None or distance(near[1]) > 1 << 20:
             return f" (address {address:#x})"
         i, array = near
-        return f" (byte {address - array.ctypes.data} of argument {i}, {_words([array])}, {array.nbytes} bytes)"
+        at = address - array.ctypes.data
+        return f" (byte {at} of argument {i}, {_words([array])}, {array.nbytes} bytes)"
 
 
 class SimtDevice:
     """Runs launches at once, on the calling thread.
 
-    `checks` finds wrong accesses (some 50 times slower); without it barriers, collectives and launch
-    arguments are still checked. `source` gives the text of a kernel file, for planted faults.
-    `launched` collects the (stem, name) pairs that have run on any device of the process.
+    `checks` finds wrong accesses; without it barriers, collectives and launch arguments are still
+    checked. `source` gives the text of a kernel file, for planted faults. `launched` collects the
+    (stem, name) pairs that have run on any device of the process.
     """
 
     launched: set[tuple[str, str]] = set()
@@ -312,7 +235,7 @@ class SimtDevice:
         self.runtime = ctypes.CDLL(str(build.runtime()), mode=ctypes.RTLD_GLOBAL)
         self._source = source
         self._kernels: dict[tuple[str, str], SimtKernel] = {}
-        self._allocations: weakref.WeakValueDictionary[int, Allocation] = weakref.WeakValueDictionary()
+        self._allocations = weakref.WeakValueDictionary[int, Allocation]()
 
     def kernel(self, stem: str, name: str) -> SimtKernel:
         if (stem, name) not in self._kernels:
@@ -355,26 +278,18 @@ class SimtDevice:
 
     # ---- what kernels ask ----
 
-    def module(self, library: ctypes.CDLL) -> _Module:
+    def module(self, library: ctypes.CDLL) -> Module:
         library.simt_touch_shared()
-        module = _Module()
-        self.runtime.simt_module(ctypes.cast(library.simt_run, ctypes.c_void_p), ctypes.byref(module))
+        module = Module()
+        code = ctypes.cast(library.simt_run, ctypes.c_void_p)
+        self.runtime.simt_module(code, ctypes.byref(module))
         return module
 
-    def range_of(self, allocation: Allocation, address: int, nbytes: int) -> _Range:
-        offset = 8 * (address - allocation.address)
-        return _Range(
-            address,
-            address + nbytes,
-            allocation.writes.ctypes.data + offset,
-            allocation.reads.ctypes.data + offset,
-        )
-
-    def ranges_in(self, structure: ctypes.Structure) -> list[_Range]:
+    def ranges_in(self, structure: ctypes.Structure) -> list[Range]:
         """Whole allocations that a structure's 64-bit fields point into."""
         words = np.frombuffer(bytes(structure)[: ctypes.sizeof(structure) // 8 * 8], np.uint64)
         return [
-            self.range_of(a, a.address, a.nbytes)
+            range_of(a, a.address, a.nbytes)
             for a in list(self._allocations.values())
             if any(a.address <= int(word) < a.address + max(a.nbytes, 1) for word in words)
         ]
