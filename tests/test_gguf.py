@@ -169,7 +169,7 @@ def test_a_string_one_byte_short_at_the_very_end_is_truncated(tmp_path: Path) ->
 def test_a_header_longer_than_the_limit_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("minfer_cuda.gguf.MAX_HEADER_BYTES", 100)
+    monkeypatch.setattr("minfer_cuda.gguf_header.MAX_HEADER_BYTES", 100)
     refused(tmp_path, RawGGUF(values=[key_value("k", 8, text("x" * 200))]), "longer than 100")
 
 

@@ -1,0 +1,201 @@
+"""The header of a GGUF file: magic, counts, metadata, tensor table, in the order of the file.
+
+Nothing in it is trusted: each count and length is compared with the bytes that are left before it
+is used, so that time and memory stay in proportion to the file. Format: the GGUF specification of
+the ggml project, versions 2 and 3.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from pathlib import Path
+from typing import Any
+
+from minfer_cuda.errors import ModelFileError
+from minfer_cuda.quants import QuantType, quant_type
+
+Value = Any  # int, float, bool, str, or a list of these (of lists of these)
+
+MAX_DIMS = 4
+MAX_ARRAY_DEPTH = 2
+MAX_HEADER_BYTES = 1 << 28  # metadata and tensor table; a 152k vocabulary takes 6 MB
+MAX_NAME = 1024  # characters of a key or tensor name
+
+# struct codes of the value types
+_SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
+_STRING, _ARRAY = 8, 9
+_MIN_VALUE_BYTES = {_STRING: 8, _ARRAY: 12}
+
+
+class HeaderReader:
+    """A position in a header, and reads that cannot leave it. Raises ModelFileError."""
+
+    def __init__(self, buffer: mmap.mmap, size: int, path: Path):
+        self.buffer = buffer
+        self.end = min(size, MAX_HEADER_BYTES)
+        self.size = size
+        self.path = path
+        self.pos = 0
+
+    def fail(self, message: str) -> ModelFileError:
+        return ModelFileError(f"{self.path}: {message}")
+
+    def need(self, n_bytes: int, what: str) -> None:
+        """Raise unless n_bytes are left."""
+        if n_bytes <= self.end - self.pos:
+            return
+        if self.end < self.size:
+            raise self.fail(f"the header is longer than {MAX_HEADER_BYTES} bytes at {what}")
+        raise self.fail(
+            f"the header is truncated: {what} needs {n_bytes} bytes at byte {self.pos}, "
+            f"{self.end - self.pos} are left: download the file again"
+        )
+
+    def scalar(self, code: str, what: str) -> Value:
+        n = struct.calcsize("<" + code)
+        self.need(n, what)
+        (value,) = struct.unpack_from("<" + code, self.buffer, self.pos)
+        self.pos += n
+        return value
+
+    def string(self, what: str) -> str:
+        n = self.scalar("Q", f"the length of {what}")
+        self.need(n, what)
+        raw = self.buffer[self.pos : self.pos + n]
+        self.pos += n
+        try:
+            return raw.decode()
+        except UnicodeDecodeError as error:
+            raise self.fail(f"{what} is not UTF-8: {error.reason} at byte {error.start}") from None
+
+    def name(self, what: str) -> str:
+        """A string that messages can print as it is: no control characters, no great length."""
+        text = self.string(what)
+        if not text or len(text) > MAX_NAME or not text.isprintable():
+            raise self.fail(f"{what} is not a printable name of 1 to {MAX_NAME}: {text[:40]!r}")
+        return text
+
+    def header(self) -> tuple[int, int]:
+        """Magic and version; the counts of tensors and of metadata values."""
+        magic = bytes(self.buffer[:4])
+        if magic != b"GGUF":
+            raise self.fail(f"not a GGUF file: it starts with {magic!r}, not b'GGUF'")
+        self.pos = 4
+        version = self.scalar("I", "the version")
+        if version in (0x02000000, 0x03000000):
+            raise self.fail("this is a big-endian GGUF file: convert it to little-endian")
+        if version == 1:
+            raise self.fail("GGUF version 1 is too old: convert the model again")
+        if version not in (2, 3):
+            raise self.fail(f"GGUF version {version} is not known: versions 2 and 3 are")
+        return self.scalar("Q", "the tensor count"), self.scalar("Q", "the metadata count")
+
+    def metadata(self, count: int) -> dict[str, Value]:
+        self.need(count * 13, f"{count} metadata values")  # key length, type and one byte at least
+        values: dict[str, Value] = {}
+        for i in range(count):
+            key = self.name(f"metadata key {i}")
+            if key in values:
+                raise self.fail(f"metadata key {key!r} occurs twice")
+            values[key] = self.value(self.scalar("I", f"the type of {key!r}"), key, 0)
+        return values
+
+    def value(self, kind: int, key: str, depth: int) -> Value:
+        if kind == _STRING:
+            return self.string(f"metadata {key!r}")
+        if kind == _ARRAY:
+            return self.array(key, depth + 1)
+        if kind == 7:
+            return self.scalar("B", f"metadata {key!r}") != 0
+        if kind in _SCALARS:
+            return self.scalar(_SCALARS[kind], f"metadata {key!r}")
+        raise self.fail(f"metadata {key!r} has value type {kind}, which GGUF does not define")
+
+    def array(self, key: str, depth: int) -> list[Value]:
+        if depth > MAX_ARRAY_DEPTH:
+            raise self.fail(f"metadata {key!r} nests arrays deeper than {MAX_ARRAY_DEPTH}")
+        kind = self.scalar("I", f"the element type of {key!r}")
+        count = self.scalar("Q", f"the length of {key!r}")
+        if kind not in _SCALARS and kind not in _MIN_VALUE_BYTES:
+            raise self.fail(f"metadata {key!r} has element type {kind}, which GGUF does not define")
+        code = _SCALARS.get(kind)
+        size = struct.calcsize("<" + code) if code else _MIN_VALUE_BYTES[kind]
+        self.need(count * size, f"the array {key!r} of {count} values")
+        if kind == _STRING:
+            return self.strings(key, count)
+        if code is None:
+            return [self.value(kind, key, depth) for _ in range(count)]
+        values = struct.unpack_from(f"<{count}{code}", self.buffer, self.pos)
+        self.pos += count * size
+        return list(values)
+
+    def strings(self, key: str, count: int) -> list[str]:
+        """As `string`, count times, in one tight loop: vocabularies have 300,000 of them."""
+        buffer, pos, end = self.buffer, self.pos, self.end
+        length = struct.Struct("<Q").unpack_from
+        out: list[str] = []
+        add = out.append
+        try:
+            for _ in range(count):
+                if end - pos < 8:
+                    break
+                (n,) = length(buffer, pos)
+                pos += 8
+                if n > end - pos:
+                    break
+                add(buffer[pos : pos + n].decode())
+                pos += n
+        except UnicodeDecodeError as error:
+            raise self.fail(
+                f"string {len(out)} of {key!r} is not UTF-8: {error.reason} at byte {error.start}"
+            ) from None
+        self.pos = pos
+        if len(out) < count:
+            self.need(self.end - pos + 1, f"string {len(out)} of {key!r}")
+        return out
+
+    def tensor_table(self, count: int) -> list[tuple[str, QuantType, tuple[int, ...], int, int]]:
+        """(name, type, shape, offset in the data section, bytes) of each tensor."""
+        self.need(count * 32, f"the table of {count} tensors")  # 8 + 4 + 8 + 4 + 8 bytes at least
+        table = []
+        seen: set[str] = set()
+        for i in range(count):
+            name = self.name(f"the name of tensor {i}")
+            if name in seen:
+                raise self.fail(f"tensor {name} occurs twice")
+            seen.add(name)
+            shape = self.shape(name)
+            quant = quant_type(self.scalar("I", f"the type of tensor {name}"), name)
+            offset = self.scalar("Q", f"the offset of tensor {name}")
+            if shape[-1] % quant.block_size:
+                raise self.fail(
+                    f"tensor {name} has rows of {shape[-1]} values, not a multiple of the "
+                    f"{quant.block_size} values in a {quant.name} block"
+                )
+            nbytes = math.prod(shape) // quant.block_size * quant.block_bytes
+            table.append((name, quant, shape, offset, nbytes))
+        return table
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """NumPy order: the file lists the contiguous dimension first."""
+        n_dims = self.scalar("I", f"the dimensions of tensor {name}")
+        if not 1 <= n_dims <= MAX_DIMS:
+            raise self.fail(f"tensor {name} has {n_dims} dimensions, 1 to {MAX_DIMS} are possible")
+        dims = [self.scalar("Q", f"the shape of tensor {name}") for _ in range(n_dims)]
+        if 0 in dims:
+            raise self.fail(f"tensor {name} has a dimension of 0: {dims}")
+        return tuple(reversed(dims))
