@@ -1,12 +1,13 @@
 """CUDA graphs of steps: captured once for each plan key, replayed for every later step.
 
-A step reads token, position and counters from device memory (cuda/state.cuh), so its graph depends on
-the key alone. Eager and captured steps enqueue the same launches.
+A step reads token, position and counters from device memory (cuda/state.cuh), so its graph depends
+on the key alone. Eager and captured steps enqueue the same launches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from typing import Any
 
 from minfer_cuda.kernels.module import CudaDevice
@@ -27,10 +28,7 @@ class StepGraphs:
 
     def run(self, key: Hashable, step: Callable[[], None]) -> None:
         """Enqueue `step`: the first time eagerly, which compiles what it needs, then by its graph.
-
-        `step` only launches kernels on buffers that exist: an allocation in a capture is a
-        KernelError, and the capture is then given up.
-        """
+        An allocation in a capture is a KernelError, and the capture is given up."""
         if not self.enabled:
             step()
             return
@@ -43,16 +41,18 @@ class StepGraphs:
             self.captures += 1
         else:
             self.replays += 1
-        self._graphs[key].launch(stream=self._device.stream)
+        with self._device.told("replaying a step"), self._device.current():
+            self._graphs[key].launch(stream=self._device.stream)
 
     def _capture(self, step: Callable[[], None]) -> Any:
-        stream = self._device.stream
-        with self._device.freeze():
+        device, stream = self._device, self._device.stream
+        with device.told("capturing a step"), device.current(), device.freeze():
             stream.begin_capture()
             try:
                 step()
             except BaseException:
-                stream.end_capture()  # leaves the stream usable; what it recorded is dropped
+                with suppress(Exception):  # a broken capture ends with an error of its own
+                    stream.end_capture()
                 raise
             return stream.end_capture()
 

@@ -15,6 +15,7 @@ import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 
@@ -118,13 +119,13 @@ def nvrtc_version() -> tuple[int, int]:
 @functools.cache
 def header_folder() -> Path:
     """Where cuda_fp16.h is: the nvidia-cuda-runtime wheel, conda, CUDA_PATH or a toolkit."""
-    from cuda import pathfinder
+    from cuda.pathfinder import find_nvidia_header_directory
 
     candidates = [os.environ.get("CUDA_PATH"), os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
     folders = [Path(root) / "include" for root in candidates if root]
-    located = pathfinder.locate_nvidia_header_directory("cudart")
-    if located is not None and located.abs_path is not None:
-        folders.insert(0, Path(located.abs_path))
+    located = find_nvidia_header_directory("cudart")
+    if located is not None:
+        folders.insert(0, Path(located))
     for folder in folders:
         if (folder / "cuda_fp16.h").is_file():
             return folder
@@ -138,7 +139,7 @@ def header_folder() -> Path:
 def _compile(stem: str, name: str, source: str, options: tuple[str, ...]) -> Cubin:
     from cuda.bindings import nvrtc
 
-    def check(result: tuple) -> object:
+    def check(result: tuple[Any, ...]) -> Any:
         if result[0] != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             raise KernelError(f"{name} of cuda/{stem}.cu: NVRTC says {result[0].name}")
         return result[1] if len(result) > 1 else None

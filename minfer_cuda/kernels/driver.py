@@ -51,17 +51,17 @@ class Driver:
         return number // 1000, number % 1000 // 10
 
     def device_count(self) -> int:
-        return self.call("cuDeviceGetCount")
+        return int(self.call("cuDeviceGetCount"))
 
     def device_name(self, ordinal: int) -> str:
-        return self.call("cuDeviceGetName", 256, ordinal).rstrip(b"\0").decode()
+        name: bytes = self.call("cuDeviceGetName", 256, ordinal)
+        return name.rstrip(b"\0").decode()
 
     def attribute(self, ordinal: int, name: str) -> int:
         """`name` without its prefix: MULTIPROCESSOR_COUNT."""
         attributes = self._api.CUdevice_attribute
-        return self.call(
-            "cuDeviceGetAttribute", getattr(attributes, f"CU_DEVICE_ATTRIBUTE_{name}"), ordinal
-        )
+        attribute = getattr(attributes, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(self.call("cuDeviceGetAttribute", attribute, ordinal))
 
     def primary_context(self, ordinal: int) -> Any:
         return self.call("cuDevicePrimaryCtxRetain", ordinal)
@@ -85,7 +85,7 @@ class Driver:
     def function_attribute(self, function: Any, name: str) -> int:
         """`name` without its prefix: SHARED_SIZE_BYTES, MAX_THREADS_PER_BLOCK, NUM_REGS."""
         attribute = getattr(self._api.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}")
-        return self.call("cuFuncGetAttribute", attribute, function)
+        return int(self.call("cuFuncGetAttribute", attribute, function))
 
     def allow_shared(self, function: Any, size_bytes: int) -> None:
         """Above 48 KB a kernel must be told how much dynamic shared memory it may have."""

@@ -330,7 +330,7 @@ class CudaDevice:
     ) -> DeviceArray:
         if self._frozen:
             raise KernelError(f"allocation of {shape} {np.dtype(dtype)} inside a step")
-        with self._told(f"allocating {shape} {np.dtype(dtype)}"), self._current():
+        with self.told(f"allocating {shape} {np.dtype(dtype)}"), self.current():
             return make(shape, dtype)
 
     def upload(self, host: np.ndarray, into: DeviceArray | None = None) -> DeviceArray:
@@ -339,14 +339,15 @@ class CudaDevice:
         array = self.empty(host.shape, host.dtype) if into is None else into
         if array.nbytes != host.nbytes or array.dtype != host.dtype:
             raise KernelError(f"upload of {_word(host)} into {_word(array)}")
-        with self._told(f"copying {host.nbytes} bytes to the device"), self._current():
+        with self.told(f"copying {host.nbytes} bytes to the device"), self.current():
             array.data.copy_from_host_async(host.ctypes.data, host.nbytes, self.stream)
         return array
 
     def download(self, array: DeviceArray) -> np.ndarray:
         """Copy to the host; waits for everything enqueued before."""
-        with self._told("copying to the host"), self._current():
-            return self._cupy.asnumpy(array, stream=self.stream)
+        with self.told("copying to the host"), self.current():
+            host: np.ndarray = self._cupy.asnumpy(array, stream=self.stream)
+            return host
 
     def synchronize(self) -> None:
         """Wait for everything enqueued. Raises KernelError for a kernel that failed."""
@@ -360,7 +361,8 @@ class CudaDevice:
     def free_bytes(self) -> int:
         """Device memory that can be allocated: the driver's free bytes and our pool's."""
         self.queue.enter()
-        return self.queue.driver.memory()[0] + self._cupy.get_default_memory_pool().free_bytes()
+        pooled = int(self._cupy.get_default_memory_pool().free_bytes())
+        return self.queue.driver.memory()[0] + pooled
 
     @property
     def total_bytes(self) -> int:
@@ -387,13 +389,14 @@ class CudaDevice:
             self._frozen = False
 
     @contextmanager
-    def _current(self) -> Iterator[None]:
+    def current(self) -> Iterator[None]:
+        """Make the device and its stream CuPy's current ones."""
         with self._cupy.cuda.Device(self.ordinal), self.stream:
             yield
 
     @contextmanager
-    def _told(self, doing: str) -> Iterator[None]:
-        """CuPy's errors as ours."""
+    def told(self, doing: str) -> Iterator[None]:
+        """CuPy's errors as ours, saying what was being done."""
         cuda = self._cupy.cuda
         try:
             yield
