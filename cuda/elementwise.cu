@@ -36,10 +36,10 @@ __global__ void __launch_bounds__(256) quantize(const float* x, int8_t* qs, Grou
     quantize_row<false>(x, nullptr, k, qs, ds, nullptr, k);
 }
 
-__global__ void __launch_bounds__(256) add(const float* a, const float* b, float* out, int64_t n) {
+__global__ void __launch_bounds__(256) add(const float* a, const float* b, float* out, int n) {
     pdl_trigger();
     pdl_wait();
-    int64_t i = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * 4;
+    const int i = (blockIdx.x * blockDim.x + threadIdx.x) * 4;
     if (i < n) {
         float4 u = *reinterpret_cast<const float4*>(a + i), v = *reinterpret_cast<const float4*>(b + i);
         *reinterpret_cast<float4*>(out + i) =

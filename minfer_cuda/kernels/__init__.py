@@ -42,6 +42,10 @@ class Device(Protocol):
     sm_count: int
     shared_limit: int  # bytes of shared memory a block may have
 
+    @property
+    def free_bytes(self) -> int:
+        """Device memory that can be allocated."""
+
     def kernel(self, stem: str, name: str) -> Kernel:
         """The instance `name` of cuda/<stem>.cu, compiled (or taken from the cache) on first use."""
 
@@ -57,5 +61,13 @@ class Device(Protocol):
 
     def download(self, array: DeviceArray) -> np.ndarray:
         """Copy to the host; waits for everything enqueued before."""
+
+    def pinned(self, shape: tuple[int, ...], dtype: DTypeLike) -> tuple[np.ndarray, DeviceArray]:
+        """Host memory that kernels write directly: as the host sees it, and as they do."""
+
+    def record(self) -> Any:
+        """A mark in the stream; `wait(mark)` returns once everything before it is done."""
+
+    def wait(self, mark: Any) -> None: ...
 
     def synchronize(self) -> None: ...

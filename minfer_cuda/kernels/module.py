@@ -349,6 +349,27 @@ class CudaDevice:
             host: np.ndarray = self._cupy.asnumpy(array, stream=self.stream)
             return host
 
+    def pinned(self, shape: tuple[int, ...], dtype: DTypeLike) -> tuple[np.ndarray, DeviceArray]:
+        """Host memory that kernels write directly: as the host sees it, and as they do."""
+        cupy, size = self._cupy, int(np.prod(shape)) * np.dtype(dtype).itemsize
+        with self.told(f"pinning {size} bytes of host memory"), self.current():
+            memory = cupy.cuda.alloc_pinned_memory(size)
+            host = np.frombuffer(memory, dtype, count=int(np.prod(shape))).reshape(shape)
+            mapped = cupy.cuda.UnownedMemory(memory.ptr, size, memory, self.ordinal)
+            array = cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(mapped, 0))
+        host[...] = 0
+        return host, array
+
+    def record(self) -> Any:
+        """A mark in the stream; `wait(mark)` returns once everything before it is done."""
+        event = self._cupy.cuda.Event(disable_timing=True)
+        event.record(self.stream)
+        return event
+
+    def wait(self, mark: Any) -> None:
+        with self.told("waiting for a step"):
+            mark.synchronize()
+
     def synchronize(self) -> None:
         """Wait for everything enqueued. Raises KernelError for a kernel that failed."""
         try:

@@ -34,7 +34,7 @@ RESULT = np.dtype(
 # cuda/sampling.cuh: SamplerParams
 _PARAMS = np.dtype(
     [("temperature", "f4"), ("top_p", "f4"), ("min_z", "f4"), ("repeat", "f4"),
-     ("frequency", "f4"), ("presence", "f4"), ("greedy", "i4"), ("top_k", "i4"), ("window", "i4"),
+     ("frequency", "f4"), ("presence", "f4"), ("top_k", "i4"), ("window", "i4"),
      ("has_penalty", "i4"), ("has_bias", "i4"), ("n_logprobs", "i4"), ("seed", "u8")]
 )  # fmt: skip
 
@@ -85,16 +85,28 @@ class Sampler:
     slot n % n_slots, draws counted from `begin`.
     """
 
-    def __init__(self, device: Device, n_vocab: int, max_history: int, n_slots: int = 8):
-        """`max_history`: most ids of prompt and output together (n_ctx + 1)."""
+    RESULT_BYTES = RESULT.itemsize
+
+    def __init__(
+        self,
+        device: Device,
+        n_vocab: int,
+        max_history: int,
+        n_slots: int = 8,
+        results: DeviceArray | None = None,
+    ):
+        """`max_history`: most ids of prompt and output together (n_ctx + 1). `results`: where
+        draws are written, (n_slots, RESULT_BYTES) uint8; made here when it is not given."""
         self.n_vocab = n_vocab
-        self.n_slots = n_slots
+        self.n_slots = n_slots if results is None else results.shape[0]
         self.max_history = max_history
         self._device = device
         self._blocks, self._chunk = plan(n_vocab, device.sm_count)
         self.state = device.zeros(STATE.itemsize // 4, np.int32)
         self.token, self.position = self.state[0:1], self.state[1:2]
-        self.results = device.zeros((n_slots, RESULT.itemsize), np.uint8)
+        if results is None:
+            results = device.zeros((n_slots, RESULT.itemsize), np.uint8)
+        self.results = results
         self._params = device.zeros(_PARAMS.itemsize, np.uint8)
         self._bias = device.zeros(n_vocab, np.float32)
         self._counts = device.zeros(n_vocab, np.int32)
@@ -135,7 +147,6 @@ class Sampler:
         low = np.float32(params.min_p)
         words["min_z"] = math.log(low) if low > 0 else -math.inf
         words["repeat"], words["frequency"], words["presence"] = neutral
-        words["greedy"] = params.greedy
         words["top_k"] = 1 if params.greedy else min(params.top_k, self.n_vocab)
         words["window"], words["has_penalty"] = window, penalty
         words["has_bias"], words["n_logprobs"] = bool(params.logit_bias), n_logprobs

@@ -42,7 +42,7 @@ def make_runner(
     if ordinal is None:
         return NumpyRunner(file, config, notify=notify, **sizes)
     try:
-        CudaDevice(ordinal)
+        card = CudaDevice(ordinal)
     except DeviceError as error:
         if device != "auto":
             raise
@@ -51,7 +51,7 @@ def make_runner(
         return NumpyRunner(file, config, notify=notify, **sizes)
     from minfer_cuda.runners.cuda_runner import CudaRunner  # imports CuPy
 
-    runner: Runner = CudaRunner(file, config, ordinal=ordinal, **sizes)
+    runner: Runner = CudaRunner(card, file, config, notify=notify, **sizes)
     if notify and device == "auto":
         notify(f"running on {runner.describe()}")
     return runner

@@ -273,6 +273,20 @@ class SimtDevice:
     def download(self, array: SimtArray) -> np.ndarray:
         return np.array(array, subok=False)
 
+    @property
+    def free_bytes(self) -> int:
+        return 1 << 40
+
+    def pinned(self, shape: tuple[int, ...], dtype: DTypeLike) -> tuple[np.ndarray, SimtArray]:
+        array = self.zeros(shape, dtype)
+        return array.view(np.ndarray), array
+
+    def record(self) -> None:
+        """Nothing is ever pending."""
+
+    def wait(self, mark: None) -> None:
+        """Nothing is ever pending."""
+
     def synchronize(self) -> None:
         """Nothing is ever pending."""
 

@@ -1,0 +1,175 @@
+"""The operations on a device: each picks its kernels by tensor type and row count, and launches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from minfer_cuda.config import Qwen2Config
+from minfer_cuda.kernels import Device, DeviceArray
+from minfer_cuda.kernels.attention import attention
+from minfer_cuda.kernels.attention import plan as attention_plan
+from minfer_cuda.kernels.elementwise import add, swiglu
+from minfer_cuda.kernels.embed import embed
+from minfer_cuda.kernels.layouts import Activations, Matrix
+from minfer_cuda.kernels.matmul import matmul
+from minfer_cuda.kernels.matmul_float import matmul_float
+from minfer_cuda.kernels.matvec import matvec, matvec_gate_up, matvec_qkv
+from minfer_cuda.kernels.norm import rms_norm
+from minfer_cuda.kernels.rope import rope_store
+from minfer_cuda.kv_cache import KVCache
+from minfer_cuda.ops import LayerWeights
+from minfer_cuda.workspace import FFN_ROWS, Workspace
+
+Rows = DeviceArray | Activations
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call of the model: the ids and where the first of them sits, both in device memory."""
+
+    tokens: DeviceArray  # (T,) int32
+    position: DeviceArray  # (1,) int32
+
+
+class CudaOps:
+    """`Ops` over device buffers. Nothing here allocates, except the rows of logits when more are
+    asked for than ever before."""
+
+    def __init__(
+        self,
+        device: Device,
+        config: Qwen2Config,
+        workspace: Workspace,
+        cache: KVCache,
+        rope_table: DeviceArray,
+        qkv_biases: Sequence[DeviceArray],
+        *,
+        fuse_qkv: bool = True,
+        fuse_ffn: bool = True,
+    ):
+        """rope_table (S, E/2, 2) float32; qkv_biases (H+2G)*E float32 of each layer."""
+        self.device = device
+        self.config = config
+        self.fuse_qkv = fuse_qkv
+        self.fuse_ffn = fuse_ffn
+        self._buffers = workspace
+        self._cache = cache
+        self._table = rope_table
+        self._qkv_biases = qkv_biases
+        # (width, one row?) -> logits, and what a tap looks at; a captured step keeps the one-row ones
+        self._results: dict[tuple[int, bool], DeviceArray] = {}
+        self._step = Step(workspace["tokens"][:1], workspace["position"])
+
+    def set_step(self, step: Step) -> None:
+        """The ids that `forward` is about to run over."""
+        self._step = step
+
+    def embed(self, table: Matrix) -> DeviceArray:
+        x = self._buffers["x"][: self._step.tokens.shape[0]]
+        embed(self.device, table, self._step.tokens, x)
+        return x
+
+    def rms_norm(self, x: DeviceArray, weight: DeviceArray) -> Activations:
+        out = self._buffers.activations("normed", x.shape[0])
+        rms_norm(self.device, x, weight, out, self.config.rms_eps)
+        return out
+
+    def qkv(self, x: Activations, layer: LayerWeights, index: int) -> DeviceArray:
+        tokens = x.tokens
+        q = self._buffers["q"][:tokens]
+        keys, values = self._cache.keys(index), self._cache.values(index)
+        weights = (layer.q, layer.k, layer.v)
+        if self.fuse_qkv and tokens == 1 and not any(w.is_float for w in weights):
+            biases = (layer.q_bias, layer.k_bias, layer.v_bias)
+            matvec_qkv(
+                self.device, weights, biases, x, self._table, self._step.position, q, keys, values
+            )
+            return q
+        projected = self._buffers["qkv"][:tokens]
+        column = 0
+        for w in weights:
+            self._product(x, w, projected, column=column)
+            column += w.rows
+        bias = self._qkv_biases[index]
+        rope_store(
+            self.device, projected, bias, self._table, self._step.position, q, keys, values
+        )
+        return q
+
+    def attention(self, q: DeviceArray, index: int) -> Activations:
+        c, keys = self.config, self._cache.keys(index)
+        out = self._buffers.activations("mix", q.shape[0])
+        sizes = (c.n_heads, c.n_kv_heads, c.head_dim, keys.shape[0], self.device.sm_count)
+        how = attention_plan(q.shape[0], *sizes)
+        attention(
+            self.device, how, q, keys, self._cache.values(index), self._step.position,
+            out=out.x, qs=out.qs, ds=out.ds,
+            partials=self._buffers["attention_partials"],
+            arrivals=self._buffers["attention_arrivals"],
+        )  # fmt: skip
+        return out
+
+    def linear(
+        self, x: Activations, weight: Matrix, bias: DeviceArray | None = None
+    ) -> DeviceArray:
+        key = (weight.rows, x.tokens == 1)
+        held = self._results.get(key)
+        if held is None or held.shape[0] < x.tokens:
+            held = self._results[key] = self.device.empty((x.tokens, weight.rows), np.float32)
+        y = held[: x.tokens]
+        self._product(x, weight, y, bias=bias)
+        return y
+
+    def add(self, residual: DeviceArray, y: DeviceArray) -> DeviceArray:
+        add(self.device, residual, y, residual)
+        return residual
+
+    def linear_add(self, x: Activations, weight: Matrix, residual: DeviceArray) -> DeviceArray:
+        self._product(x, weight, residual, residual=residual)
+        return residual
+
+    def gate_up(self, x: Activations, gate: Matrix, up: Matrix) -> Activations:
+        tokens = x.tokens
+        out = self._buffers.activations("neurons", tokens)
+        if self.fuse_ffn and tokens == 1 and not gate.is_float and gate.quant == up.quant:
+            matvec_gate_up(self.device, gate, up, x, out)
+            return out
+        for start in range(0, tokens, FFN_ROWS):
+            part = slice(start, min(start + FFN_ROWS, tokens))
+            both = self._buffers["gate_up"][: part.stop - part.start]
+            rows = x.rows(part.start, part.stop)
+            self._product(rows, gate, both)
+            self._product(rows, up, both, column=gate.rows)
+            swiglu(self.device, both, out.rows(part.start, part.stop))
+        return out
+
+    def tail(self, x: Rows, n: int) -> Rows:
+        if isinstance(x, Activations):
+            return x.rows(x.tokens - n, x.tokens)
+        return x[x.shape[0] - n :]
+
+    def _product(
+        self,
+        x: Activations,
+        w: Matrix,
+        y: DeviceArray,
+        *,
+        column: int = 0,
+        bias: DeviceArray | None = None,
+        residual: DeviceArray | None = None,
+    ) -> None:
+        """y[:, column : column + N] = x w^T (+ bias) (+ residual)."""
+        if w.is_float:
+            matmul_float(self.device, w, x, y, column=column, bias=bias, residual=residual)
+        elif x.tokens == 1:
+            row = y.reshape(-1)[column : column + w.rows]
+            added = None if residual is None else residual.reshape(-1)[column : column + w.rows]
+            matvec(self.device, w, x, row, bias=bias, residual=added)
+        else:
+            matmul(
+                self.device, w, x, y, column=column, bias=bias, residual=residual,
+                partials=self._buffers["partials"], arrivals=self._buffers["arrivals"],
+            )  # fmt: skip

@@ -1,0 +1,271 @@
+"""The GPU path: buffers, weights and cache on the device; a decode step is one graph launch."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from minfer_cuda.config import Qwen2Config
+from minfer_cuda.engine import Token
+from minfer_cuda.errors import ContextFullError, NumericsError, OutOfMemoryError, UsageError
+from minfer_cuda.gguf import GGUFFile, TensorInfo
+from minfer_cuda.kernels import Device, DeviceArray
+from minfer_cuda.kernels.layouts import Matrix, matrix_bytes
+from minfer_cuda.kernels.repack import repack
+from minfer_cuda.kernels.sampling import Draw, Sampler
+from minfer_cuda.kv_cache import KVCache, kv_bytes
+from minfer_cuda.models.qwen2 import Qwen2, Tap
+from minfer_cuda.ops import ModelWeights
+from minfer_cuda.ops.cuda_ops import CudaOps, Step
+from minfer_cuda.rope import rope_tables
+from minfer_cuda.sampling import SamplingParams
+from minfer_cuda.weights import load_weights, model_tensors
+from minfer_cuda.workspace import Sizes, Workspace, workspace_bytes
+
+MIB = 1 << 20
+SLOTS = 8  # draws the host may leave unread
+RESERVE = 96 * MIB  # left free for the sampler, graphs and the loaded kernels
+
+
+class Steps(Protocol):
+    """How a step is run: `graph.StepGraphs`, or eagerly."""
+
+    def run(self, key: Hashable, step: Callable[[], None]) -> None: ...
+
+
+class CudaRunner:
+    """`Runner` on a device. Every call enqueues; `logits` and `read` wait."""
+
+    def __init__(
+        self,
+        device: Any,
+        file: GGUFFile,
+        config: Qwen2Config,
+        n_ctx: int,
+        kv_type: str = "f16",
+        n_batch: int = 2048,
+        progress: Callable[[int, int], None] | None = None,
+        notify: Callable[[str], None] | None = None,
+        steps: Steps | None = None,
+    ):
+        """`device` a CudaDevice (or one that runs kernels elsewhere); `steps` defaults to captured
+        graphs, or eager launches with MINFER_NO_GRAPH=1. Raises OutOfMemoryError, before weights
+        are loaded, where the device has too little memory."""
+        if n_ctx < 1 or n_batch < 1:
+            raise UsageError(f"n_ctx is {n_ctx}, n_batch {n_batch}: both must be >= 1")
+        self.n_ctx = n_ctx
+        self.n_batch = min(n_batch, n_ctx)
+        self.config = config
+        self._device: Device = device
+        self._kv_type = kv_type
+        matrices = _matrices(file, config)
+        self._sizes = Sizes(
+            rows=self.n_batch,
+            context=n_ctx,
+            floats=any(info.quant.block_size == 1 for info in matrices),
+            q8=any(info.quant.block_size > 1 for info in matrices),
+            sm_count=device.sm_count,
+        )
+        self._check_memory(file, device)
+        self._weights = load_weights(
+            file, config, self._upload, cuda=True, progress=progress, notice=notify
+        )
+        device.synchronize()
+        self._prepare(config, n_ctx, kv_type)
+        self._steps = steps if steps is not None else _graphs(device)
+        self.begin(SamplingParams(temperature=0.0), 0, (), frozenset())
+
+    def _upload(self, info: TensorInfo, data: np.ndarray) -> DeviceArray | Matrix:
+        if len(info.shape) == 1:
+            return self._device.upload(np.frombuffer(data.tobytes(), np.float32))
+        rows, cols = info.shape
+        raw = self._device.upload(data)
+        if info.quant.block_size == 1:
+            return Matrix(info.quant, rows, cols, raw)
+        return repack(self._device, info.quant, raw, rows, cols)
+
+    def _prepare(self, config: Qwen2Config, n_ctx: int, kv_type: str) -> None:
+        device = self._device
+        weights, biases = _with_joined_biases(device, self._weights)
+        table = np.stack(rope_tables(config, n_ctx), axis=-1)
+        self._buffers = Workspace(device, config, self._sizes)
+        self.cache = KVCache(device, config, n_ctx, kv_type)
+        self.ops = CudaOps(
+            device, config, self._buffers, self.cache, device.upload(table), biases,
+            fuse_qkv=os.environ.get("MINFER_NO_FUSE_QKV") != "1",
+            fuse_ffn=os.environ.get("MINFER_NO_FUSE_FFN") != "1",
+        )  # fmt: skip
+        self.model = Qwen2(config, weights)
+        self._draws, results = device.pinned((SLOTS, Sampler.RESULT_BYTES), np.uint8)
+        self.sampler = Sampler(device, config.n_vocab, n_ctx + 1, results=results)
+        self._logits: DeviceArray | None = None
+        self._next_position = -1  # what the device's state holds, once steps run
+        self._unread: deque[tuple[int, Any]] = deque()  # draw number, its event
+
+    def memory(self) -> dict[str, int]:
+        """Bytes by purpose: what `describe` sums up."""
+        named = [self._weights.token_embd, self._weights.output]
+        named += [getattr(w, f) for w in self._weights.layers for f in w.__dataclass_fields__]
+        weights = {id(w): (w.data if isinstance(w, Matrix) else w).nbytes for w in named}
+        return {
+            "weights": sum(weights.values()),
+            "KV cache": self.cache.data.nbytes,
+            "workspace": workspace_bytes(self.config, self._sizes),
+        }
+
+    def describe(self) -> str:
+        """One line: device, bytes on it by purpose, cache type."""
+        parts = ", ".join(f"{name} {n / MIB:,.0f} MiB" for name, n in self.memory().items())
+        return (
+            f"{self._device.name} (sm_{self._device.arch}): {parts}; "
+            f"{self.n_ctx} positions in {self._kv_type}"
+        )
+
+    def prefill(self, ids: Sequence[int], start: int, n_out: int = 1) -> None:
+        self.forward(ids, start, n_out)
+        self._next_position = -1
+
+    def forward(self, ids: Sequence[int], start: int, n_out: int, tap: Tap | None = None) -> None:
+        """One pass over `ids` at positions start, start + 1, ..., keeping the last n_out rows'
+        logits. Raises ContextFullError and UsageError before anything is written."""
+        count = len(ids)
+        if not 1 <= n_out <= count <= self.n_batch:
+            raise UsageError(
+                f"prefill of {count} tokens for {n_out} rows of logits: expected "
+                f"1 <= rows <= tokens <= n_batch {self.n_batch}"
+            )
+        if not 0 <= start <= self.n_ctx - count:
+            raise ContextFullError(start + count, self.n_ctx)
+        host = np.asarray(ids, np.int32)
+        if host.min() < 0 or host.max() >= self.config.n_vocab:
+            raise UsageError(f"a token id is not in 0..{self.config.n_vocab - 1}")
+        tokens, position = self._buffers["tokens"][:count], self._buffers["position"]
+        self._device.upload(host, into=tokens)
+        self._device.upload(np.array([start], np.int32), into=position)
+        self.ops.set_step(Step(tokens, position))
+        self._logits = self.model.forward(self.ops, n_out, tap)
+
+    def logits(self, n_out: int = 1) -> np.ndarray:
+        if self._logits is None or not 1 <= n_out <= len(self._logits):
+            kept = 0 if self._logits is None else len(self._logits)
+            raise UsageError(f"{n_out} rows of logits asked for, {kept} kept")
+        rows = self._device.download(self._logits[len(self._logits) - n_out :])
+        if not np.isfinite(rows).all():
+            raise NumericsError(
+                "logits are not finite: the weights may be damaged (minfer info --check)"
+            )
+        return rows
+
+    def begin(
+        self,
+        params: SamplingParams,
+        seed: int,
+        history: Sequence[int],
+        exempt: frozenset[int],
+        n_logprobs: int = 0,
+    ) -> None:
+        self._device.synchronize()  # nothing may still write the draws that are forgotten
+        self._unread.clear()
+        self._drawn = 0
+        self.sampler.begin(params, seed, history, exempt, n_logprobs)
+
+    def sample(self) -> None:
+        if self._logits is None:
+            raise UsageError("sample without a prefill before it")
+        self.sampler.sample(self._logits[-1], advance=0)
+        self._push()
+
+    def step(self, position: int) -> None:
+        if not 0 <= position < self.n_ctx:
+            raise ContextFullError(position + 1, self.n_ctx)
+        if position != self._next_position:  # the first step after a prefill
+            self._device.upload(np.array([position], np.int32), into=self.sampler.position)
+        key = ("decode", self.ops.fuse_qkv, self.ops.fuse_ffn, *self.sampler.key)
+        self._steps.run(key, self._decode)
+        self._next_position = position + 1
+        self._push()
+
+    def _decode(self) -> None:
+        """Forward the last drawn token and draw the next: what a graph is captured from."""
+        self.ops.set_step(Step(self.sampler.token, self.sampler.position))
+        self._logits = self.model.forward(self.ops, 1)
+        self.sampler.sample(self._logits[-1], advance=1)
+
+    def _push(self) -> None:
+        if len(self._unread) == SLOTS:
+            raise UsageError(f"{SLOTS} draws are waiting: read before the next step")
+        self._unread.append((self._drawn, self._device.record()))
+        self._drawn += 1
+
+    def read(self) -> Token:
+        if not self._unread:
+            raise UsageError("read without a sample or step before it")
+        number, event = self._unread.popleft()
+        self._device.wait(event)
+        draw = Draw.of(self._draws[number % SLOTS])
+        return Token(draw.token, draw.logprob, draw.logprobs)
+
+    def close(self) -> None:
+        """Wait for what runs, then free every buffer."""
+        self._device.synchronize()
+        self._unread.clear()
+        for name in ("_steps", "model", "ops", "cache", "sampler", "_weights", "_buffers", "_logits"):
+            delattr(self, name)
+
+    def _check_memory(self, file: GGUFFile, device: Any) -> None:
+        """Refuse a model that cannot fit, saying what would."""
+        tensors = [file.tensors[name] for name in model_tensors(self.config, file)]
+        weights = sum(_device_bytes(info) for info in tensors)
+        staging = max(info.nbytes for info in tensors)
+        fixed = weights + RESERVE + workspace_bytes(self.config, self._sizes)
+        cache = kv_bytes(self.config, self.n_ctx, self._kv_type)
+        needed, free = max(fixed + cache, weights + staging), device.free_bytes
+        if needed <= free:
+            return
+        each = kv_bytes(self.config, 1, self._kv_type)
+        fits = min(self.config.n_ctx_train, (free - fixed) // each)
+        hint = f"--n-ctx {fits} would fit" if fits > 0 else "the weights alone do not fit"
+        raise OutOfMemoryError(
+            f"{device.name}: {needed / MIB:,.0f} MiB needed (weights {weights / MIB:,.0f}, KV cache "
+            f"{cache / MIB:,.0f} for {self.n_ctx} positions), {free / MIB:,.0f} MiB free: {hint}"
+        )
+
+
+def _matrices(file: GGUFFile, config: Qwen2Config) -> list[TensorInfo]:
+    """The tensors that products read: all matrices but a table that only gives rows."""
+    names = [name for name in model_tensors(config, file) if len(file.tensors[name].shape) == 2]
+    if not config.tied_embeddings:
+        names.remove("token_embd.weight")
+    return [file.tensors[name] for name in names]
+
+
+def _device_bytes(info: TensorInfo) -> int:
+    if len(info.shape) == 1:
+        return 4 * info.shape[0]
+    return matrix_bytes(info.quant, *info.shape)
+
+
+def _with_joined_biases(
+    device: Device, weights: ModelWeights
+) -> tuple[ModelWeights, list[DeviceArray]]:
+    """The biases of q, k, v of a layer in one array, for the kernel that adds them at once; the
+    layer's own are parts of it."""
+    layers, joined = [], []
+    for w in weights.layers:
+        host = [device.download(bias) for bias in (w.q_bias, w.k_bias, w.v_bias)]
+        bias = device.upload(np.concatenate(host))
+        q, k = len(host[0]), len(host[0]) + len(host[1])
+        layers.append(replace(w, q_bias=bias[:q], k_bias=bias[q:k], v_bias=bias[k:]))
+        joined.append(bias)
+    return replace(weights, layers=tuple(layers)), joined
+
+
+def _graphs(device: Any) -> Steps:
+    from minfer_cuda.graph import StepGraphs
+
+    return StepGraphs(device, enabled=os.environ.get("MINFER_NO_GRAPH") != "1")

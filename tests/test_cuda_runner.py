@@ -1,0 +1,210 @@
+"""The whole model on a device: against the CPU path, and against itself where bits are promised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ggufs import write_gguf
+
+from minfer_cuda.config import Qwen2Config
+from minfer_cuda.engine import Engine
+from minfer_cuda.errors import ContextFullError, OutOfMemoryError, UnsupportedModelError, UsageError
+from minfer_cuda.gguf import GGUFFile
+from minfer_cuda.graph import StepGraphs
+from minfer_cuda.kernels import Device
+from minfer_cuda.runners.cuda_runner import CudaRunner
+from minfer_cuda.runners.numpy_runner import NumpyRunner
+from minfer_cuda.sampling import SamplingParams
+
+IDS = [5, 71, 3, 3, 250, 0, 17, 99, 42, 7, 130]
+GREEDY = SamplingParams(temperature=0.0)
+MIXED = {
+    "token_embd": "Q8_0", "attn_q": "Q5_0", "attn_k": "Q5_0", "attn_v": "Q8_0",
+    "attn_output": "Q4_K", "ffn_gate": "Q4_K", "ffn_up": "Q4_K", "ffn_down": "Q6_K",
+    "output": "Q6_K", "default": "Q8_0",
+}  # fmt: skip
+
+
+class Eager:
+    """Steps as they come."""
+
+    def run(self, key: Hashable, step: Callable[[], None]) -> None:
+        step()
+
+
+def steps_of(device: Any, graphs: bool) -> Any:
+    return StepGraphs(device) if graphs else Eager()
+
+
+def runner_of(device: Device, path: Path, *, n_ctx: int = 24, graphs: bool = False, **options: Any) -> CudaRunner:
+    file = GGUFFile.open(path)
+    config = Qwen2Config.from_gguf(file)
+    return CudaRunner(device, file, config, n_ctx, steps=steps_of(device, graphs), **options)
+
+
+def cpu_logits(path: Path, ids: list[int], n_out: int) -> np.ndarray:
+    file = GGUFFile.open(path)
+    runner = NumpyRunner(file, Qwen2Config.from_gguf(file), 32, "f32")
+    runner.prefill(ids, 0, n_out)
+    return runner.logits(n_out)
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("mixed") / "mixed.gguf", types=MIXED)
+
+
+@pytest.fixture(scope="module")
+def floats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    types = {"attn_q": "F16", "ffn_up": "BF16", "default": "F32"}
+    path = tmp_path_factory.mktemp("floats") / "floats.gguf"
+    return write_gguf(path, types=types, tied=True, output_bias=True, heads=2, kv_heads=1, head_dim=128)
+
+
+def relative(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+def test_float_weights_agree_with_the_cpu_path(device: Device, floats: Path) -> None:
+    """Only attention rounds to f16 (2^-11 a factor): logits within 2e-3 of their norm."""
+    runner = runner_of(device, floats, kv_type="f32")
+    runner.prefill(IDS[:-1], 0, 3)
+    assert relative(runner.logits(3), cpu_logits(floats, IDS[:-1], 3)) < 2e-3
+    runner.prefill(IDS[-1:], len(IDS) - 1)
+    assert relative(runner.logits(), cpu_logits(floats, IDS, 1)) < 2e-3
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "f32"])
+def test_quantised_weights_agree_with_the_cpu_path(device: Device, mixed: Path, kv_type: str) -> None:
+    """int8 activations in groups of 32 carry 0.8 % of noise each; two layers and a head have nine
+    of them on the way: 0.8 % * sqrt(9) and a margin of two."""
+    runner = runner_of(device, mixed, kv_type=kv_type)
+    runner.prefill(IDS[:-1], 0, 3)
+    assert relative(runner.logits(3), cpu_logits(mixed, IDS[:-1], 3)) < 0.05
+    runner.prefill(IDS[-1:], len(IDS) - 1)
+    assert relative(runner.logits(), cpu_logits(mixed, IDS, 1)) < 0.05
+
+
+def test_fused_decode_gives_the_bits_of_unfused(
+    device: Device, mixed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fused = runner_of(device, mixed)
+    monkeypatch.setenv("MINFER_NO_FUSE_QKV", "1")
+    monkeypatch.setenv("MINFER_NO_FUSE_FFN", "1")
+    plain = runner_of(device, mixed)
+    assert (fused.ops.fuse_qkv, plain.ops.fuse_qkv, plain.ops.fuse_ffn) == (True, False, False)
+    for i, token in enumerate(IDS[:6]):
+        for runner in (fused, plain):
+            runner.prefill([token], i)
+        assert np.array_equal(fused.logits(), plain.logits())
+
+
+def greedy(engine: Engine, n: int, prompt: list[int] = IDS) -> list[int]:
+    return [token.id for token in engine.generate(prompt, GREEDY, n)]
+
+
+def test_greedy_tokens_are_the_argmax_of_the_logits_they_came_from(device: Device, mixed: Path) -> None:
+    engine = Engine(runner_of(device, mixed), Qwen2Config.from_gguf(GGUFFile.open(mixed)))
+    tokens = greedy(engine, 5)
+    check = runner_of(device, mixed)
+    check.prefill(IDS, 0)
+    for i, token in enumerate(tokens):
+        assert token == int(check.logits()[0].argmax())
+        check.prefill([token], len(IDS) + i)
+
+
+def test_a_tap_sees_every_layer_and_changes_no_token(device: Device, mixed: Path) -> None:
+    runner = runner_of(device, mixed)
+    seen: dict[tuple[str, int | None], np.ndarray] = {}
+
+    def tap(name: str, layer: int | None, value: Any) -> None:
+        value = getattr(value, "x", value)
+        if value is not None:
+            seen[name, layer] = device.download(value)
+
+    runner.forward(IDS, 0, len(IDS), tap)
+    for layer in range(2):
+        total = seen["layer_input", layer] + seen["attention_output", layer] + seen["mlp_output", layer]
+        assert np.allclose(total, seen["layer_output", layer], rtol=1e-5, atol=1e-6)
+    assert np.array_equal(seen["logits", None], runner.logits(len(IDS)))
+
+
+def test_chunked_prefill_agrees_with_one_shot(device: Device, floats: Path) -> None:
+    whole, parts = runner_of(device, floats), runner_of(device, floats)
+    whole.prefill(IDS, 0, 1)
+    parts.prefill(IDS[:4], 0, 1)
+    parts.prefill(IDS[4:], 4, 1)
+    assert relative(parts.logits(), whole.logits()) < 1e-3
+
+
+def test_rollback_and_replay_give_the_same_bits(device: Device, mixed: Path) -> None:
+    engine = Engine(runner_of(device, mixed), Qwen2Config.from_gguf(GGUFFile.open(mixed)))
+    first = greedy(engine, 4)
+    before = engine.runner.logits()
+    engine.rollback(0)
+    assert greedy(engine, 4) == first
+    assert np.array_equal(engine.runner.logits(), before)
+
+
+def test_two_runners_of_one_device_never_meet(device: Device, mixed: Path) -> None:
+    a, b = runner_of(device, mixed), runner_of(device, mixed)
+    a.prefill(IDS, 0)
+    alone = a.logits()
+    b.prefill(IDS[::-1], 0)
+    a.prefill(IDS[-1:], len(IDS) - 1)
+    b.prefill(IDS[:1], 0)
+    a.prefill(IDS, 0)
+    assert np.array_equal(a.logits(), alone)
+
+
+def test_a_position_past_the_context_raises_before_any_write(device: Device, mixed: Path) -> None:
+    runner = runner_of(device, mixed, n_ctx=12)
+    runner.prefill(IDS, 0)
+    before = device.download(runner.cache.data).view(np.uint16).copy()
+    with pytest.raises(ContextFullError, match="13.*12"):
+        runner.prefill(IDS[:2], 11)
+    with pytest.raises(ContextFullError, match="13.*12"):
+        runner.step(12)
+    with pytest.raises(UsageError, match="token id"):
+        runner.prefill([10**6], 11)
+    assert np.array_equal(device.download(runner.cache.data).view(np.uint16), before)
+    runner.prefill(IDS[:1], 11)
+
+
+def test_a_model_that_does_not_fit_is_refused_with_the_context_that_would(
+    device: Device, mixed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = property(lambda self: 200 << 20)
+    monkeypatch.setattr(type(device), "free_bytes", free)
+    with pytest.raises(OutOfMemoryError, match=r"MiB needed.*200 MiB free: --n-ctx \d+ would fit"):
+        runner_of(device, mixed, n_ctx=1 << 22, n_batch=8)
+
+
+def test_a_type_without_kernels_is_refused_by_name(device: Device, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tq.gguf", types={"ffn_up": "TQ1_0", "default": "Q8_0"})
+    with pytest.raises(UnsupportedModelError, match="ffn_up.*TQ1_0"):
+        runner_of(device, path)
+
+
+@pytest.mark.gpu
+def test_graph_replay_gives_the_bits_of_eager_steps(mixed: Path) -> None:
+    """Over 200 steps of sampling, one graph for all positions; a capture allocates nothing, or it
+    would have raised."""
+    from minfer_cuda.kernels.module import CudaDevice
+
+    device = CudaDevice()
+    params = SamplingParams(temperature=0.9, seed=11)
+    results = []
+    for graphs in (False, True):
+        runner = runner_of(device, mixed, n_ctx=256, graphs=graphs)
+        engine = Engine(runner, runner.config)
+        tokens = [token.id for token in engine.generate(IDS, params, 201)]
+        results.append((tokens, runner.logits()))
+    assert results[0][0] == results[1][0]
+    assert np.array_equal(results[0][1], results[1][1])
+    assert runner._steps.captures == 1  # type: ignore[attr-defined]
+    assert runner._steps.replays == 198  # type: ignore[attr-defined]
