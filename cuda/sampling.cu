@@ -10,8 +10,8 @@
 //   top_k 1..256, and greedy (k = 1):  local_top_k -> draw_top_k
 //   all candidates:                    adjust_logits -> fill_bins -> scatter_bins -> draw_bins
 // With log probabilities wanted, local_top_k<true> and logprobs follow.
-// Launch  `blocks` blocks of 512 threads share the V logits, `chunk` <= 4,096 each; the draws are one
-//         block of 1,024 threads.
+// Launch  `blocks` blocks of 512 threads share the V logits, `chunk` <= 4,096 each; then one block: 1,024
+//         threads for the lists, 512 for the bins.
 // Bytes   608 KB of logits (V = 151,936), from L2: 132 blocks read them in about 2 us.
 // Why not a sort of V keys: 5 passes over 1.2 MB. Why not one block for everything: one SM reads 608 KB
 //         in 6-10 us a pass. Why integer masses: sums in any order are the same bits.
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(Threads, 1)
     pdl_wait();
     const SamplerParams p = *params;
     int n = n_lists * p.top_k, kept = min(p.top_k, shape.n_vocab);
-    if (p.top_k == 1) {
+    if (p.top_k == 1) {  // greedy too
         uint64_t best = 0;
         for (int i = threadIdx.x; i < n; i += Threads) best = lists[i] > best ? lists[i] : best;
         best = block_max(exchange, best);
@@ -142,6 +142,8 @@ __global__ void __launch_bounds__(Threads, 1)
         __syncthreads();
     } else {
         largest_sorted(list, n, kept, [&](int i) { return lists[i]; });
+        if (threadIdx.x == 0) drawn = list.sorted[0];
+        __syncthreads();
         if (is_finite(order_of(list.sorted[0]))) draw_from(list, exchange, kept, p, state->draws, drawn);
     }
     if (threadIdx.x == 0)

@@ -6,18 +6,17 @@
 #include "state.cuh"
 
 struct SamplerParams {
-    float temperature;  // > 0 unless greedy
+    float temperature;  // > 0 unless top_k is 1: an argmax
     float top_p;        // >= 1: all
     float min_z;        // ln(min_p), -inf: all
     float repeat, frequency, presence;
-    int greedy;
-    int top_k;  // 0: all
+    int top_k;   // 0: all
     int window;  // ids whose repetition is penalised; -1: the whole history
     int has_penalty, has_bias;
     int n_logprobs;
     uint32_t seed[2];
 };
-static_assert(sizeof(SamplerParams) == 56, "");
+static_assert(sizeof(SamplerParams) == 52, "");
 
 // ---- keys: descending key = descending logit, lowest id first on ties; 0 is no key ---------------
 __device__ inline uint32_t ordered(float logit) {

@@ -1,4 +1,4 @@
-"""The device sampler: the host sampler's token for every parameter, and what a step leaves behind."""
+"""The device sampler: the host sampler's token for every parameter, and what a draw leaves."""
 
 from __future__ import annotations
 
@@ -107,3 +107,211 @@ def test_any_vocabulary_size_gives_the_host_samplers_tokens(device, n_vocab, cor
     logits = logits_of(n_vocab, "normal")
     params = SamplingParams(**{**OFF, "top_p": 0.9, **corner})
     assert draws(device, logits, params) == host_draws(logits, params)
+
+
+def test_all_candidates_of_a_flat_distribution_can_be_drawn_beyond_a_bins_size(device):
+    """All 5,000 logits fall into one bin; the token is then exact by id alone."""
+    logits = np.zeros(5000, np.float32)
+    params = SamplingParams(**OFF)
+    assert draws(device, logits, params, 3) == host_draws(logits, params, 3)
+
+
+# ---- bias and penalties
+
+PENALTIES = {"repeat_penalty": 1.3, "frequency_penalty": 0.2, "presence_penalty": -0.4}
+
+
+@pytest.mark.parametrize("top_k", [40, 0])
+@pytest.mark.parametrize("window", [0, 3, 64, 65, -1])
+def test_penalties_follow_the_window_through_prompt_and_draws(device, window, top_k):
+    """Few likely ids, so that each draw repeats some; the window of 3 wraps; 65 > WINDOW_ROOM."""
+    logits = np.where(np.arange(300) < 6, 4.0, -20.0).astype(np.float32)
+    logits[:6] += np.arange(6, dtype=np.float32) / 4
+    params = SamplingParams(
+        **{**OFF, **PENALTIES, "top_k": top_k, "temperature": 0.7}, penalty_window=window
+    )
+    history, exempt = (1, 5, 5, 2, 299, 1), frozenset({5, 4, 300})
+    sampler = sampler_of(device, 300)
+    sampler.begin(params, 11, history, exempt)
+    row = device.upload(logits)
+    tokens = []
+    for _ in range(12):
+        sampler.sample(row)
+        tokens.append(int(device.download(sampler.token)[0]))
+    assert tokens == host_draws(logits, params, 12, 11, history, exempt)
+
+
+def test_penalties_change_the_answer_at_all(device):
+    logits = np.array([3, 2.9, 0], np.float32)
+    greedy = {**OFF, "temperature": 0.0}
+    assert draws(device, logits, SamplingParams(**greedy)) == [0, 0]
+    assert draws(device, logits, SamplingParams(**greedy, presence_penalty=1.0)) == [0, 1]
+
+
+@pytest.mark.parametrize("corner", [{"temperature": 0.0}, {"top_k": 5}, {}], ids=str)
+def test_logit_bias_raises_lowers_and_forbids_and_is_gone_with_the_next_begin(device, corner):
+    logits = logits_of(700, "normal")
+    best = int(logits.argmax())
+    biased = SamplingParams(**{**OFF, **corner}, logit_bias={best: -math.inf, 7: 3.5, 8: -1.0})
+    assert draws(device, logits, biased) == host_draws(logits, biased)
+    plain = SamplingParams(**{**OFF, **corner})
+    assert draws(device, logits, plain) == host_draws(logits, plain)
+
+
+# ---- logits that are not finite
+
+
+@pytest.mark.parametrize("corner", [{"temperature": 0.0}, {"top_k": 5}, {}], ids=str)
+@pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf])
+def test_logits_that_are_not_finite_are_flagged_until_the_next_begin(device, bad, corner):
+    logits = logits_of(700, "normal")
+    wrong = logits.copy()
+    wrong[333] = bad
+    params = SamplingParams(**{**OFF, **corner})
+    sampler = sampler_of(device, 700)
+    sampler.begin(params, 5, [])
+    for n, row in enumerate((wrong, logits)):
+        sampler.sample(device.upload(row))
+        with pytest.raises(NumericsError):
+            Draw.of(device.download(sampler.results)[n])
+    sampler.begin(params, 5, [])
+    sampler.sample(device.upload(logits))
+    assert [Draw.of(device.download(sampler.results)[0]).token] == host_draws(logits, params, 1)
+
+
+@pytest.mark.parametrize("corner", [{"temperature": 0.0}, {"top_k": 5}, {}], ids=str)
+def test_logits_that_are_all_minus_infinity_are_flagged(device, corner):
+    sampler = sampler_of(device, 37)
+    sampler.begin(SamplingParams(**{**OFF, **corner}), 5, [])
+    sampler.sample(device.upload(np.full(37, -np.inf, np.float32)))
+    with pytest.raises(NumericsError):
+        Draw.of(device.download(sampler.results)[0])
+
+
+# ---- what a draw leaves behind
+
+
+@pytest.mark.parametrize("top_k", [40, 0])
+def test_each_draw_advances_the_counters_and_fills_the_next_slot(device, top_k):
+    logits = logits_of(700, "normal")
+    params = SamplingParams(**{**OFF, "top_k": top_k})
+    sampler = sampler_of(device, 700)
+    sampler.begin(params, 5, [1, 2])
+    device.upload(np.array([41], np.int32), into=sampler.position)
+    row = device.upload(logits)
+    for advance in (1, 0, 1, 1):
+        sampler.sample(row, advance)
+    state = device.download(sampler.state).view(STATE)[0]
+    want = host_draws(logits, params, 4)
+    assert (state["token"], state["position"], state["draws"]) == (want[3], 44, 4)
+    assert (state["n_history"], state["flags"]) == (6, 0)
+    slots = [Draw.of(slot).token for slot in device.download(sampler.results)]
+    assert slots == [want[3], want[1], want[2]]  # draw 3 went round to slot 0
+
+
+def test_begin_leaves_token_and_position_and_starts_the_draws_again(device):
+    logits = logits_of(700, "normal")
+    params = SamplingParams(**OFF)
+    first = draws(device, logits, params, 2)
+    sampler = sampler_of(device, 700)
+    before = device.download(sampler.state)[:2]
+    sampler.begin(params, 5, [])
+    assert (device.download(sampler.state)[:2] == before).all()
+    assert draws(device, logits, params, 2) == first
+
+
+def test_another_seed_draws_other_tokens_and_all_64_bits_count(device):
+    logits = np.zeros(700, np.float32)
+    params = SamplingParams(**OFF)
+    seeds = (0, 1, 1 << 32, 2**64 - 1)
+    seen = [draws(device, logits, params, 2, seed) for seed in seeds]
+    assert seen == [host_draws(logits, params, 2, seed) for seed in seeds]
+    assert len({tuple(tokens) for tokens in seen}) == len(seeds)
+
+
+def test_draws_follow_the_distribution(device):
+    """Chi-square of 160 draws over 4 ids: 99.9 % quantile at 3 degrees of freedom is 16.27."""
+    p = np.array([0.5, 0.25, 0.15, 0.1])
+    tokens = draws(device, np.log(p).astype(np.float32), SamplingParams(**{**OFF, "top_k": 4}), 160)
+    seen = np.bincount(tokens, minlength=4)
+    assert ((seen - 160 * p) ** 2 / (160 * p)).sum() < 16.27
+
+
+def test_a_draw_allocates_nothing(device, monkeypatch):
+    sampler = sampler_of(device, 700)
+    row = device.upload(logits_of(700, "normal"))
+
+    def refuse(*args: object) -> None:
+        raise AssertionError("allocation in a draw")
+
+    for name in ("empty", "zeros"):
+        monkeypatch.setattr(device, name, refuse)
+    for corner in ({}, {"top_k": 5}):
+        sampler.begin(SamplingParams(**{**OFF, **corner}), 0, [], n_logprobs=2)
+        sampler.sample(row)
+
+
+# ---- log probabilities
+
+
+@pytest.mark.parametrize("n", [1, 5, MAX_LOGPROBS])
+@pytest.mark.parametrize("n_vocab", [3, 1000])
+def test_logprobs_are_of_the_models_own_distribution(device, n_vocab, n):
+    """Bias and filters change the token, not the probabilities. Bound: one rounding to float32."""
+    logits = logits_of(n_vocab, "ties")
+    params = SamplingParams(temperature=0.0, logit_bias={1: 100.0})
+    sampler = sampler_of(device, n_vocab)
+    sampler.begin(params, 5, [], n_logprobs=n)
+    sampler.sample(device.upload(logits))
+    draw = Draw.of(device.download(sampler.results)[0])
+    own, best = top_logprobs(logits, 1, n)
+    assert draw.token == 1
+    assert draw.logprob == np.float32(own) or abs(draw.logprob - own) <= abs(own) * 2.0**-24
+    assert [token for token, _ in draw.logprobs] == [token for token, _ in best]
+    for (_, got), (_, want) in zip(draw.logprobs, best, strict=True):
+        assert abs(got - want) <= abs(want) * 2.0**-23
+
+
+def test_without_logprobs_a_draw_has_none_and_too_many_are_refused(device):
+    sampler = sampler_of(device, 37)
+    sampler.begin(SamplingParams(temperature=0.0), 5, [])
+    sampler.sample(device.upload(logits_of(37, "normal")))
+    draw = Draw.of(device.download(sampler.results)[0])
+    assert (draw.logprob, draw.logprobs) == (None, ())
+    with pytest.raises(UsageError, match="n_logprobs is 33"):
+        sampler.begin(SamplingParams(), 5, [], n_logprobs=33)
+
+
+# ---- plan
+
+
+@pytest.mark.parametrize(
+    ("n_vocab", "sm_count", "want"),
+    [
+        (151936, 132, (132, 1152)),
+        (151936, 20, (38, 4096)),
+        (1, 132, (1, 256)),
+        (5000, 4, (4, 1280)),
+    ],
+)
+def test_the_plan_gives_each_processor_a_run_of_the_vocabulary(n_vocab, sm_count, want):
+    blocks, chunk = plan(n_vocab, sm_count)
+    assert (blocks, chunk) == want
+    assert (blocks - 1) * chunk < n_vocab <= blocks * chunk
+
+
+def test_the_path_is_part_of_the_key_and_the_values_are_not(device):
+    sampler = sampler_of(device, 700)
+    keys = []
+    for corner in ({"top_k": 256}, {"temperature": 0.0, "top_k": 0}, {"top_k": 257}, {}):
+        sampler.begin(SamplingParams(**{**OFF, **corner}), 0, [])
+        keys.append(sampler.key)
+    assert keys == [(False, False)] * 2 + [(True, False)] * 2
+    sampler.begin(SamplingParams(), 0, [], n_logprobs=1)
+    assert sampler.key == (False, True)
+
+
+def test_every_kernel_of_the_file_is_run_here_and_listed(device):
+    names = set(instances())
+    if hasattr(device, "launched"):
+        assert {name for stem, name in device.launched if stem == "sampling"} == names

@@ -181,8 +181,8 @@ class Sampler:
 
     def sample(self, logits: DeviceArray, advance: int = 1) -> None:
         """Enqueue one draw from `logits` (V,) float32: `token`, a slot of `results`, the window and
-        the counters are updated, and `position` grows by `advance`. NaN or +inf in the logits sets a
-        flag in the result; the token is then 0."""
+        the counters are updated, and `position` grows by `advance`. NaN or +inf in the logits sets
+        a flag in the result; the token is then 0."""
         expect("sample", "logits", logits, (self.n_vocab,), np.float32)
         shape = _DrawShape(self.n_vocab, self.n_slots, advance)
         tail = (self._params, self.state, self._counts, self._history, self.results, shape)
