@@ -49,5 +49,8 @@ format: $(READY)  ## let ruff write the formatting
 docs: $(READY)  ## regenerate the README's help texts and tables
 	$(PY) scripts/docs.py
 
+resources: $(READY)  ## compile changed kernels for every architecture, rewrite tests/kernel-resources.json
+	$(PY) tests/kernel_resources.py
+
 clean:  ## remove the virtual environment and caches; models stay
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -74,6 +74,17 @@ def _expand(folder: Path, name: str, seen: set[str]) -> list[str]:
     return lines
 
 
+def compile_options(source: str, arch: int) -> tuple[str, ...]:
+    """NVRTC's options for an expanded source, but the folder of the CUDA headers."""
+    specific = str(arch) in _ARCH_SPECIFIC.findall(source)
+    return (
+        "-std=c++17",
+        f"--gpu-architecture=sm_{arch}{'a' * specific}",
+        "--fmad=false",  # only the fused multiply-adds that the source writes: fused = unfused
+        "--ptxas-options=-v",  # registers and spills in the log
+    )
+
+
 def compile_cubin(stem: str, name: str, arch: int) -> Cubin:
     """The instance `name` (`matvec<Q4_K>`) of cuda/<stem>.cu for compute capability arch/10.
 
@@ -82,13 +93,7 @@ def compile_cubin(stem: str, name: str, arch: int) -> Cubin:
     the compiler's first errors.
     """
     source = expand_source(stem)
-    specific = str(arch) in _ARCH_SPECIFIC.findall(source)
-    options = (
-        "-std=c++17",
-        f"--gpu-architecture=sm_{arch}{'a' * specific}",
-        "--fmad=false",  # only the fused multiply-adds that the source writes: fused = unfused
-        "--ptxas-options=-v",  # registers and spills in the log
-    )
+    options = compile_options(source, arch)
     key = json.dumps([source, name, options, nvrtc_version()])
     entry = _cache_folder() / f"{hashlib.sha256(key.encode()).hexdigest()}.cubin"
     cubin = _read_entry(entry)
