@@ -6,10 +6,12 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from kernel_resources import ALL_TYPES, instances, stems
 from simt import build
 from simt.device import SimtDevice
 
-from minfer_cuda.kernels import Device
+from minfer_cuda.kernels import Device, matmul
+from minfer_cuda.quants import by_name
 
 
 def simt_device() -> SimtDevice:
@@ -30,4 +32,18 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     else:
         from minfer_cuda.kernels.module import CudaDevice
 
-        yield CudaDevice()
+        device = CudaDevice()
+        device.compile(_instances(device))  # on threads; one by one it takes minutes
+        yield device
+
+
+def _instances(device: Device) -> list[tuple[str, str]]:
+    """(stem, name) of all kernels that this card can be asked for."""
+    products = {
+        matmul.instance(quant, matmul.plan(quant, 128, 512, tokens, 1, device.shared_limit))
+        for quant in (by_name(name) for name in ALL_TYPES)
+        if quant.block_size > 1
+        for tokens in (8, 16, 32, 64, 128)
+    }
+    others = [(stem, name) for stem in stems() if stem != "matmul" for name in instances(stem, 75)]
+    return [("matmul", name) for name in sorted(products)] + others

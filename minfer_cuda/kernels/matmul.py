@@ -24,12 +24,12 @@ ARRIVALS = 4096  # most tiles of a split call
 
 def instances(types: Sequence[str]) -> list[str]:
     return [
-        f"matmul<{name}, Tokens{tile}, {stages}>"
+        instance(by_name(name), Plan(tile, stages, 1))
         for name in types
         if by_name(name).block_size > 1
         for tile in _TILES
         for stages in (3, 2)
-        if tile <= _largest_tile(by_name(name))
+        if tile <= _largest_tile(by_name(name)) and (tile < 128 or stages == 2)
     ]
 
 
@@ -74,6 +74,10 @@ def plan(
     records = ceil_div(cols, record_cols(quant))
     splits = min(2 * sm_count // tiles, records // 4, PARTIALS // (tokens * rows))
     return Plan(tile, stages, max(1, splits) if tiles <= ARRIVALS else 1)
+
+
+def instance(quant: QuantType, how: Plan) -> str:
+    return f"matmul<{quant.cuda_name}, Tokens{how.tile}, {how.stages}>"
 
 
 class _Arguments(ctypes.Structure):
@@ -125,9 +129,9 @@ def matmul(
         *(None if residual is None else residual.data.ptr + 4 * column, y.data.ptr + 4 * column),
         *(pointer(partials), pointer(arrivals), w.rows, w.cols, tokens, stride),
     )
-    name = f"matmul<{w.quant.cuda_name}, Tokens{how.tile}, {how.stages}>"
     shared = how.stages * stage_bytes(w.quant, how.tile)
-    device.kernel("matmul", name)(how.grid(w.rows, tokens), _BLOCK, arguments, shared=shared)
+    kernel = device.kernel("matmul", instance(w.quant, how))
+    kernel(how.grid(w.rows, tokens), _BLOCK, arguments, shared=shared)
 
 
 def check_output(
