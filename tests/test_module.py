@@ -23,7 +23,8 @@ from minfer_cuda.graph import StepGraphs
 from minfer_cuda.kernels import compiler, module
 from minfer_cuda.kernels.compiler import Cubin, compile_cubin, expand_source
 from minfer_cuda.kernels.driver import DriverFailure
-from minfer_cuda.kernels.module import CudaDevice, CudaKernel, LaunchQueue, Limits
+from minfer_cuda.kernels.launch import CudaKernel, LaunchQueue, Limits
+from minfer_cuda.kernels.module import CudaDevice
 
 HEADER = "#pragma once\n// a comment\n__device__ inline int one() { return 1; }\n"
 KERNEL = '#include "one.cuh"\ntemplate <int N>\n__global__ void fill(int* x) { *x = N * one(); }\n'

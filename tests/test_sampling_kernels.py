@@ -87,6 +87,7 @@ CORNERS = [
     {"min_p": 0.1, "temperature": 2.5},
     {"min_p": 1.0},
     {"top_k": 100000, "top_p": 1.5, "min_p": 0.01, "temperature": 30.0},
+    {"top_k": 400, "top_p": 0.99, "min_p": 0.001, "temperature": 3.0},
     {"temperature": 0.0, "top_p": 0.5},
 ]
 
