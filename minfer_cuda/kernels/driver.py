@@ -55,7 +55,7 @@ class Driver:
 
     def device_name(self, ordinal: int) -> str:
         name: bytes = self.call("cuDeviceGetName", 256, ordinal)
-        return name.rstrip(b"\0").decode()
+        return name.split(b"\0")[0].decode()
 
     def attribute(self, ordinal: int, name: str) -> int:
         """`name` without its prefix: MULTIPROCESSOR_COUNT."""
