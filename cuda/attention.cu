@@ -7,19 +7,19 @@
 // Query head h reads kv head h / R, R = H/G. The rows of a tile are the (token, head of the group)
 // pairs of one kv head: row r is token r / R, head r % R of the group, so keys and values are read
 // once for all R heads, and one token (decode) or many (prefill) run the same code.
-// Launch  grid = (G, row tiles, splits), block = 128: 4 warps. WARPS_M x WARPS_K = 4 x 1: 64 rows, 16 a
-//         warp (prefill); 1 x 4: 16 rows, each warp 16 of a tile's 64 keys (decode). Row tiles run
-//         last first: under the causal mask the last see most keys.
-// Splits  of a row tile take equal runs of key tiles, at least `min_tiles` each; how many of them have
-//         work follows from *position alone, the others leave. One: it writes the result. More: the last
-//         to arrive adds the partials in split order, so the bits do not depend on timing.
+// Launch  grid = (G, row tiles, splits), block = 128: 4 warps. WARPS_M x WARPS_K = 4 x 1: 64 rows,
+//         16 a warp (prefill); 1 x 4: 16 rows, each warp 16 of a tile's 64 keys (decode). Row tiles
+//         run last first: under the causal mask the last see most keys.
+// Splits  of a row tile take equal runs of key tiles, at least `min_tiles` each; how many of them
+//         have work follows from *position alone, the others leave. One: it writes the result. More:
+//         the last to arrive adds the partials in split order, so no bit depends on timing.
 // Numbers q * log2(e)/sqrt(E) is rounded to f16 once; k, v (an f32 cache while staging) and the
 //         weights exp2(s - max) are f16; scores, maxima, sums and the output are float32.
 // Bytes   decode 2*G*E*sizeof(KV) per position: 7B at 16,384 33.6 MB -> 7.8 us a layer at 4.3 TB/s
 //         (H200), 0.5B 8.4 MB -> 1.95 us. Prefill 4*T*S*H*E operations, half of them masked: 7B,
 //         2,048 tokens 30 GFLOP a layer -> 49 us at 608 TFLOP/s.
-// Registers  sm_90, 4 x 1 and 1 x 4: f16 cache E 64 167, 118, E 128 219, 164 (2 to 4 blocks an SM);
-//         f32 cache 168, 166 and 255, 255. No spills from sm_75 to sm_120.
+// Registers  sm_90, 4 x 1 and 1 x 4: f16 cache E 64 166, 118, E 128 218, 165 (2 to 4 blocks an SM);
+//         f32 cache 168, 167 and 255, 255. No spills from sm_75 to sm_120.
 // Shared  64 KB, E 64 4 x 1 32 KB: at most what sm_75 has.
 #include "attention.cuh"
 #include "q8.cuh"
@@ -49,9 +49,8 @@ struct Tiling {
     static_assert(kRows * kMaxSplits * 4 <= kSharedBytes, "weights of the splits");
 };
 
-// What a block works on.
+// The keys that a block works on.
 struct Work {
-    Place place;
     int first_query;  // position of the tile's first token
     int length;       // keys that the tile's last token sees
     int begin, end;   // key tiles of this split
@@ -65,14 +64,19 @@ struct Output {
 };
 
 template <int ROWS>
-__device__ inline Work find_work(const AttentionShape& shape, int position) {
-    Work work;
-    Place& place = work.place;
+__device__ inline Place find_place(const AttentionShape& shape) {
+    Place place;
+    place.tokens = shape.tokens;
     place.group = shape.heads / shape.kv_heads;
     place.heads = shape.heads;
     place.first_head = blockIdx.x * place.group;
     place.first_row = (gridDim.y - 1 - blockIdx.y) * ROWS;
     place.rows = min(ROWS, shape.tokens * place.group - place.first_row);
+    return place;
+}
+
+__device__ inline Work find_work(const AttentionShape& shape, const Place& place, int position) {
+    Work work;
     work.first_query = position + place.token(0);
     work.length = min(position + place.token(place.rows - 1) + 1, shape.context);
     const int tiles = ceil_div(work.length, kKeys);
@@ -86,7 +90,8 @@ __device__ inline Work find_work(const AttentionShape& shape, int position) {
 // Four consecutive values of a row, the same of layout 1; all lanes of a warp call. Where H*E is no
 // multiple of 128 the last head writes the zeros behind it too.
 template <int E>
-__device__ inline void emit(const Output& output, const Place& place, int row, int dim, float4 v, bool valid) {
+__device__ inline void emit(const Output& output, const Place& place, int row, int dim, float4 v,
+                            bool valid) {
     if (output.out && valid)
         *reinterpret_cast<float4*>(output.out + place.index(row) * E + dim) = v;
     if (!output.qs) return;
@@ -94,8 +99,8 @@ __device__ inline void emit(const Output& output, const Place& place, int row, i
     const int64_t at = static_cast<int64_t>(place.token(row)) * (ceil_div(width, 128) * 128);
     quantize4(v, head * E + dim, valid, output.qs + at, output.ds + at / 32);
     if (width % 128 != 0)
-        quantize4(make_float4(0.0f, 0.0f, 0.0f, 0.0f), width + dim, valid && head == place.heads - 1,
-                  output.qs + at, output.ds + at / 32);
+        quantize4(make_float4(0.0f, 0.0f, 0.0f, 0.0f), width + dim,
+                  valid && head == place.heads - 1, output.qs + at, output.ds + at / 32);
 }
 
 __device__ inline float4 scaled(float4 v, float by) {
@@ -109,7 +114,8 @@ __device__ inline void add_scaled(float4& sum, const float* from, float by) {
 
 // Four sums of a row over the warps that share it, and the row's {m, l}.
 template <int E, typename Tile>
-__device__ inline float4 combine_warps(const float* sums, const float2* stats, int row, int dim, float2* stat) {
+__device__ inline float4 combine_warps(const float* sums, const float2* stats, int row, int dim,
+                                       float2* stat) {
     float top = minus_infinity(), sum = 0.0f;
 #pragma unroll
     for (int w = 0; w < Tile::kSlots; ++w) top = fmaxf(top, stats[w * Tile::kRows + row].x);
@@ -126,7 +132,7 @@ __device__ inline float4 combine_warps(const float* sums, const float2* stats, i
     return v;
 }
 
-// True in the one block that comes last of `expected`; everything the others wrote before is visible.
+// True in the one block that comes last of `expected`; what the others wrote before is visible.
 __device__ inline bool arrive_last(int* arrivals, int expected, int* flag) {
     __threadfence();
     __syncthreads();
@@ -143,9 +149,10 @@ __device__ inline bool arrive_last(int* arrivals, int expected, int* flag) {
 
 // The result of a row tile from the partials of its `active` splits.
 template <int E, typename Tile>
-__device__ inline void merge_splits(const float* sums, const float2* stats, const Work& work, const Output& output) {
+__device__ inline void merge_splits(const float* sums, const float2* stats, int active,
+                                    const Place& place, const Output& output) {
     float* weights = reinterpret_cast<float*>(shared_bytes());  // (rows, active), divided by l
-    const int rows = work.place.rows, active = work.active;
+    const int rows = place.rows;
     for (int row = threadIdx.x / kWarp; row < rows; row += kThreads / kWarp) {
         float top = minus_infinity(), sum = 0.0f;
         for (int s = threadIdx.x % kWarp; s < active; s += kWarp)
@@ -169,13 +176,14 @@ __device__ inline void merge_splits(const float* sums, const float2* stats, cons
 #pragma unroll 16
         for (int s = 0; s < active; ++s, from += Tile::kRows * E)
             add_scaled(v, from, weights[row * active + s]);
-        emit<E>(output, work.place, row, dim, v, valid);
+        emit<E>(output, place, row, dim, v, valid);
     }
 }
 
 // Keys and values of a tile into its stage: keys first, then values.
 template <typename KV, int E>
-__device__ inline void stage(__half* to, const KV* k, const KV* v, int tile, const Work& work, int64_t stride) {
+__device__ inline void stage(__half* to, const KV* k, const KV* v, int tile, const Work& work,
+                             int64_t stride) {
     if (tile < work.end) {
         stage_tile<KV, E>(to, k, tile * kKeys, work.length, stride);
         stage_tile<KV, E>(to + kKeys * E, v, tile * kKeys, work.length, stride);
@@ -184,17 +192,21 @@ __device__ inline void stage(__half* to, const KV* k, const KV* v, int tile, con
 }
 
 template <typename KV, int E, int WARPS_M, int WARPS_K>
-__global__ void __launch_bounds__(kThreads, 2)
-    attention(const float* q, const KV* k, const KV* v, const int* position_at, float* out, int8_t* qs,
-              GroupScale* ds, float* partials, int* arrivals, AttentionShape shape) {
+__global__ void __launch_bounds__(kThreads, E == 64 ? 3 : 2)
+    attention(const float* q, const KV* k, const KV* v, const int* position_at, float* out,
+              int8_t* qs, GroupScale* ds, float* partials, int* arrivals, AttentionShape shape) {
     using Tile = Tiling<E, WARPS_M, WARPS_K>;
     pdl_trigger();
+    const int warp = threadIdx.x / kWarp, warp_m = warp / WARPS_K, warp_k = warp % WARPS_K;
+    const Place place = find_place<Tile::kRows>(shape);
+    Queries<E> queries;
+    locate_queries(queries, place, warp_m * 16);
     pdl_wait();
     const int position = *position_at;
-    const Work work = find_work<Tile::kRows>(shape, position);
+    load_queries(queries, q);
+    const Work work = find_work(shape, place, position);
     if (work.begin >= work.end) return;
 
-    const int warp = threadIdx.x / kWarp, warp_m = warp / WARPS_K, warp_k = warp % WARPS_K;
     const int64_t stride = static_cast<int64_t>(shape.kv_heads) * E;
     k += blockIdx.x * E;
     v += blockIdx.x * E;
@@ -205,13 +217,14 @@ __global__ void __launch_bounds__(kThreads, 2)
         stage<KV, E>(stages + i * kStage, k, v, work.begin + i, work, stride);
 
     Rows<E> rows;
-    load_rows(rows, q, work.place, position, warp_m * 16);
+    start_rows(rows, queries, position);
     for (int tile = work.begin; tile < work.end; ++tile) {
         copy_async_wait<Tile::kStages - 2>();
         __syncthreads();  // this tile is there, and the stage to fill next has been read by all
-        const int next = tile + Tile::kStages - 1;
-        stage<KV, E>(stages + (next - work.begin) % Tile::kStages * kStage, k, v, next, work, stride);
-        const __half* keys = stages + (tile - work.begin) % Tile::kStages * kStage;
+        const int done = tile - work.begin, ahead = Tile::kStages - 1;
+        __half* free_stage = stages + (done + ahead) % Tile::kStages * kStage;
+        stage<KV, E>(free_stage, k, v, tile + ahead, work, stride);
+        const __half* keys = stages + done % Tile::kStages * kStage;
         float s[Tile::kWarpKeys / 8][4];
         scores<E, Tile::kWarpKeys>(s, rows, keys, warp_k * Tile::kWarpKeys);
         if (tile * kKeys + kKeys - 1 > work.first_query)
@@ -231,9 +244,10 @@ __global__ void __launch_bounds__(kThreads, 2)
     const int64_t tile_id = static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x;
     const int64_t first_part = tile_id * gridDim.z;
     const int64_t parts = static_cast<int64_t>(gridDim.y) * gridDim.x * gridDim.z;
-    float2* part_stats = reinterpret_cast<float2*>(partials + parts * Tile::kRows * E) + first_part * Tile::kRows;
+    float2* part_stats =
+        reinterpret_cast<float2*>(partials + parts * Tile::kRows * E) + first_part * Tile::kRows;
     float* part_sums = partials + first_part * Tile::kRows * E;
-    const int units = work.place.rows * (E / 4);
+    const int units = place.rows * (E / 4);
     for (int base = 0; base < units; base += kThreads) {
         const int i = base + threadIdx.x;
         const bool valid = i < units;
@@ -241,7 +255,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         float2 stat;
         const float4 sum = combine_warps<E, Tile>(sums, stats, row, dim, &stat);
         if (work.active == 1) {
-            emit<E>(output, work.place, row, dim, scaled(sum, 1.0f / stat.y), valid);
+            emit<E>(output, place, row, dim, scaled(sum, 1.0f / stat.y), valid);
         } else if (valid) {
             const int at = blockIdx.z * Tile::kRows + row;
             *reinterpret_cast<float4*>(part_sums + static_cast<int64_t>(at) * E + dim) = sum;
@@ -249,6 +263,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         }
     }
     if (work.active == 1) return;
-    if (!arrive_last(arrivals + tile_id, work.active, reinterpret_cast<int*>(shared_bytes()))) return;
-    merge_splits<E, Tile>(part_sums, part_stats, work, output);
+    int* flag = reinterpret_cast<int*>(shared_bytes());
+    if (!arrive_last(arrivals + tile_id, work.active, flag)) return;
+    merge_splits<E, Tile>(part_sums, part_stats, work.active, place, output);
 }

@@ -1,5 +1,5 @@
-// Attention, what a warp does: stage key tiles in shared memory, 16 query rows against a tile's keys,
-// running softmax. attention.cu has the shapes and the order of things.
+// Attention, what a warp does: stage key tiles in shared memory, 16 query rows against a tile's
+// keys, running softmax. attention.cu has the shapes and the order of things.
 #pragma once
 
 #include "common.cuh"
@@ -22,8 +22,8 @@ __device__ inline uint32_t pack_half2(float low, float high) {
 }
 
 // ---- staging ------------------------------------------------------------------------------------
-// Offset in halves of 8 values of a row: rows of 128 or 256 bytes with their 16-byte chunks swizzled,
-// so that the 8 rows of an 8x8 matrix lie in different banks.
+// Offset in halves of 8 values of a row: rows of 128 or 256 bytes, their 16-byte chunks swizzled so
+// that the 8 rows of an 8x8 matrix lie in different banks.
 template <int E>
 __device__ inline int tile_offset(int row, int chunk) {
     return row * E + ((chunk ^ (row & 7)) << 3);
@@ -43,9 +43,10 @@ __device__ inline void copy_chunk(__half* to, const float* from, bool valid) {
     *reinterpret_cast<uint4*>(to) = packed;
 }
 
-// Keys first..first + 63 of one kv head. Rows at or past `length` may hold anything and become zeros.
+// Keys first..first + 63 of one kv head. Rows at or past `length` hold anything and become zeros.
 template <typename KV, int E>
-__device__ inline void stage_tile(__half* tile, const KV* head, int first, int length, int64_t stride) {
+__device__ inline void stage_tile(__half* tile, const KV* head, int first, int length,
+                                  int64_t stride) {
     constexpr int kChunks = E / 8, kStep = kThreads / kChunks;
     static_assert(kStep % 8 == 0, "a thread's rows share their swizzle");
     const int row = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
@@ -58,19 +59,20 @@ __device__ inline void stage_tile(__half* tile, const KV* head, int first, int l
 
 // The rows of a tile: (token, head of the group) pairs of one kv head.
 struct Place {
-    int first_row, rows;  // of all T*R; `rows` of the tile exist
-    int group, heads;     // R, H
-    int first_head;       // query head of the group's head 0
+    int first_row, rows;       // of all T*R; `rows` of the tile exist
+    int tokens, group, heads;  // T, R, H
+    int first_head;            // query head of the group's head 0
 
-    __device__ int token(int row) const { return (first_row + row) / group; }
-    __device__ int head(int row) const { return first_head + (first_row + row) % group; }
+    // One token, decode, spares the division: its latency is in every layer's path.
+    __device__ int token(int row) const { return tokens == 1 ? 0 : (first_row + row) / group; }
+    __device__ int head(int row) const { return first_head + first_row + row - token(row) * group; }
     // of the row's E values in (T, H, E)
     __device__ int64_t index(int row) const {
         return static_cast<int64_t>(token(row)) * heads + head(row);
     }
 };
 
-// ---- one warp: 16 rows against its keys of a tile -------------------------------------------------
+// ---- one warp: 16 rows against its keys of a tile -----------------------------------------------
 template <int E>
 struct Rows {
     uint32_t q[E / 16][4];  // A fragments
@@ -79,24 +81,51 @@ struct Rows {
     int query[2];           // their positions
 };
 
-// Rows first..first + 15 of those whose token and head `place` knows; rows it does not have are zero.
+// The lane's part of its two rows as they lie in memory: loaded before the key tiles, which must
+// wait for the position, and packed while those are under way.
 template <int E>
-__device__ inline void load_rows(Rows<E>& rows, const float* q, const Place& place, int position, int first) {
-    const float scale = kLog2e * (E == 64 ? 0.125f : 0.08838834764831845f);  // 1/sqrt(E)
-    const int lane = threadIdx.x % kWarp;
+struct Queries {
+    bool valid[2];  // rows that the tile has; the others count as zeros
+    int token[2];
+    int64_t index[2];
+    float2 x[2][E / 8];
+};
+
+template <int E>
+__device__ inline void locate_queries(Queries<E>& queries, const Place& place, int first) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const int row = first + lane / 4 + 8 * half;
-        const bool valid = row < place.rows;
-        const float* from = q + (valid ? place.index(row) * E : 0);
-        rows.query[half] = position + place.token(row);
+        const int row = first + threadIdx.x % kWarp / 4 + 8 * half;
+        queries.valid[half] = row < place.rows;
+        queries.token[half] = place.token(row);
+        queries.index[half] = queries.valid[half] ? place.index(row) : 0;
+    }
+}
+
+template <int E>
+__device__ inline void load_queries(Queries<E>& queries, const float* q) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const float* from = q + queries.index[half] * E + threadIdx.x % 4 * 2;
+#pragma unroll
+        for (int step = 0; step < E / 8; ++step)
+            queries.x[half][step] = *reinterpret_cast<const float2*>(from + step * 8);
+    }
+}
+
+template <int E>
+__device__ inline void start_rows(Rows<E>& rows, const Queries<E>& queries, int position) {
+    const float scale = kLog2e * (E == 64 ? 0.125f : 0.08838834764831845f);  // 1/sqrt(E)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        rows.query[half] = position + queries.token[half];
         rows.top[half] = minus_infinity();
         rows.sum[half] = 0.0f;
 #pragma unroll
         for (int step = 0; step < E / 8; ++step) {
-            const float2 x = *reinterpret_cast<const float2*>(from + step * 8 + lane % 4 * 2);
+            const float2 x = queries.x[half][step];
             rows.q[step / 2][half + step % 2 * 2] =
-                valid ? pack_half2(x.x * scale, x.y * scale) : 0u;
+                queries.valid[half] ? pack_half2(x.x * scale, x.y * scale) : 0u;
         }
     }
 #pragma unroll
@@ -106,9 +135,10 @@ __device__ inline void load_rows(Rows<E>& rows, const float* q, const Place& pla
 
 // s = q k^T over KEYS keys from row `first` of the tile.
 template <int E, int KEYS>
-__device__ inline void scores(float s[KEYS / 8][4], const Rows<E>& rows, const __half* tile, int first) {
+__device__ inline void scores(float s[KEYS / 8][4], const Rows<E>& rows, const __half* tile,
+                              int first) {
     const int lane = threadIdx.x % kWarp;
-    const int row = first + lane / 16 * 8 + lane % 8;  // matrices: keys 0-7, dims 0-7 and 8-15; keys 8-15
+    const int row = first + lane / 16 * 8 + lane % 8;  // two matrices of keys 0-7, two of 8-15
 #pragma unroll
     for (int n = 0; n < KEYS / 8; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
 #pragma unroll
@@ -167,13 +197,15 @@ __device__ inline void weigh(float s[KEYS / 8][4], Rows<E>& rows) {
 
 // o += weights * v. The weights' d fragments are the A fragments of the product as they lie.
 template <int E, int KEYS>
-__device__ inline void add_values(Rows<E>& rows, const float s[KEYS / 8][4], const __half* tile, int first) {
+__device__ inline void add_values(Rows<E>& rows, const float s[KEYS / 8][4], const __half* tile,
+                                  int first) {
     const int lane = threadIdx.x % kWarp;
-    const int row = first + lane / 8 % 2 * 8 + lane % 8;  // matrices: keys 0-7 and 8-15 of dims 0-7, of 8-15
+    const int row = first + lane / 8 % 2 * 8 + lane % 8;  // keys 0-7, 8-15 of dims 0-7, then 8-15
 #pragma unroll
     for (int n = 0; n < KEYS / 8; n += 2) {
-        const uint32_t p[4] = {pack_half2(s[n][0], s[n][1]), pack_half2(s[n][2], s[n][3]),
-                               pack_half2(s[n + 1][0], s[n + 1][1]), pack_half2(s[n + 1][2], s[n + 1][3])};
+        const float *low = s[n], *high = s[n + 1];  // keys 0-7 and 8-15
+        const uint32_t p[4] = {pack_half2(low[0], low[1]), pack_half2(low[2], low[3]),
+                               pack_half2(high[0], high[1]), pack_half2(high[2], high[3])};
 #pragma unroll
         for (int dims = 0; dims < E / 8; dims += 2) {
             uint32_t v[4];

@@ -1,12 +1,12 @@
-// rope_store<KV>: adds the biases to projected q, k, v, rotates q and k, stores k and v in the cache
+// rope_store<KV>: adds biases to projected q, k, v, rotates q and k, stores k and v in the cache
 //   qkv       (T, (H+2G)*E) float: the heads of q, then k, then v       bias ((H+2G)*E) float
 //   table     (S, E/2) float2: (cos, sin) of every position, YaRN's scale folded in
 //   position  int32 in device memory: the position of token 0; token t sits at *position + t
 //   q         (T, H, E) float         k_cache, v_cache (S, G, E) KV, one layer: float or __half
-// Launch  grid = (T, ceil((H+2G)*E/2 / 128)), block = 128: a thread per pair (i, i + E/2) of a head.
+// Launch  grid = (T, ceil((H+2G)*E/2 / 128)), block = 128: a thread per pair (i, i + E/2).
 // Bytes   a token reads (H+2G)*E*4 twice (qkv, bias) and E*4, writes H*E*4 + 2*G*E*sizeof(KV).
-//         7B, 2,048 tokens: 38 + 29 + 4 MB -> 17 us at 4.3 TB/s (H200). Decode: one launch's latency.
-// Registers  24 to 28 (sm_75 to sm_120).
+//         7B, 2,048 tokens: 38 + 29 + 4 MB -> 17 us at 4.3 TB/s (H200). Decode: a launch's latency.
+// Registers  28 to 32 (sm_75 to sm_120).
 // A position at or past S is refused by the host; here nothing is written for it.
 #include "rope.cuh"
 
