@@ -9,7 +9,7 @@ import numpy as np
 
 from minfer_cuda.config import Qwen2Config
 from minfer_cuda.kernels import Device, DeviceArray
-from minfer_cuda.kernels.attention import plan as attention_plan
+from minfer_cuda.kernels.attention import scratch as attention_scratch
 from minfer_cuda.kernels.layouts import Activations, padded
 from minfer_cuda.kernels.matmul import ARRIVALS, PARTIALS
 
@@ -32,6 +32,9 @@ class Sizes:
 def shapes(c: Qwen2Config, s: Sizes) -> dict[str, Shape]:
     """Name -> (shape, dtype). B rows, letters of ARCHITECTURE.md."""
     b, d, heads = s.rows, c.d_model, c.q_width
+    partials, arrivals = attention_scratch(
+        b, c.n_heads, c.n_kv_heads, c.head_dim, s.context, s.sm_count
+    )
     table: dict[str, Shape] = {
         "tokens": ((b,), np.int32),
         "position": ((1,), np.int32),  # of the first token of a prefill
@@ -41,8 +44,8 @@ def shapes(c: Qwen2Config, s: Sizes) -> dict[str, Shape]:
         "gate_up": ((min(b, FFN_ROWS), 2 * c.d_ffn), np.float32),
         "partials": ((PARTIALS if b > 1 else 1,), np.float32),  # of products split along K
         "arrivals": ((ARRIVALS,), np.int32),
-        "attention_partials": ((max(1, _attention(c, s, "partials")),), np.float32),
-        "attention_arrivals": ((max(1, _attention(c, s, "arrivals")),), np.int32),
+        "attention_partials": ((max(1, partials),), np.float32),
+        "attention_arrivals": ((max(1, arrivals),), np.int32),
     }
     for name, width in (("normed", d), ("mix", heads), ("neurons", c.d_ffn)):
         if s.floats:
@@ -51,16 +54,6 @@ def shapes(c: Qwen2Config, s: Sizes) -> dict[str, Shape]:
             table[f"{name}.qs"] = ((b, padded(width)), np.int8)
             table[f"{name}.ds"] = ((b, padded(width) // 32), np.uint64)
     return table
-
-
-def _attention(c: Qwen2Config, s: Sizes, what: str) -> int:
-    """The most scratch that attention over 1..B tokens asks for. It is largest where splitting
-    ends, so powers of two and their neighbours are looked at."""
-    counts = {1, s.rows}
-    for exponent in range(1, 12):
-        counts |= {2**exponent - 1, 2**exponent, 2**exponent + 1}
-    sizes = (c.n_heads, c.n_kv_heads, c.head_dim, s.context, s.sm_count)
-    return max(getattr(attention_plan(t, *sizes), what) for t in counts if t <= s.rows)
 
 
 def workspace_bytes(c: Qwen2Config, s: Sizes) -> int:

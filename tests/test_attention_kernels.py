@@ -12,7 +12,7 @@ import pytest
 
 from minfer_cuda.errors import KernelError
 from minfer_cuda.kernels import Device
-from minfer_cuda.kernels.attention import MAX_SPLITS, Plan, attention, instances, plan
+from minfer_cuda.kernels.attention import MAX_SPLITS, Plan, attention, instances, plan, scratch
 
 SMS = 6  # of the card that the tests' plans are for: few, so that calls are split little
 
@@ -237,6 +237,14 @@ def test_plans_fill_the_card_and_never_more_than_the_context() -> None:
     assert all(
         p.shared_bytes <= 65536 for p in (Plan(1, e, 1, r, 1) for e in (64, 128) for r in (16, 64))
     )
+
+
+def test_scratch_suffices_for_every_number_of_tokens() -> None:
+    sizes = (14, 2, 64, 1000, 20)
+    partials, arrivals = scratch(512, *sizes)
+    plans = [plan(tokens, *sizes) for tokens in range(1, 513)]
+    assert partials == max(p.partials for p in plans) == 168960  # 2 heads x 10 tiles x 2 splits
+    assert arrivals == max(p.arrivals for p in plans) == 20
 
 
 def test_instances_are_named_once_each() -> None:

@@ -82,6 +82,15 @@ def plan(
     return Plan(kv_heads, head_dim, row_tiles, rows, max(1, splits))
 
 
+def scratch(
+    tokens: int, heads: int, kv_heads: int, head_dim: int, context: int, sm_count: int
+) -> tuple[int, int]:
+    """Elements of `partials` and `arrivals` that suffice for every call of 1..`tokens` tokens."""
+    sizes = (heads, kv_heads, head_dim, context, sm_count)
+    plans = [plan(count, *sizes) for count in range(1, tokens + 1)]
+    return max(p.partials for p in plans), max(p.arrivals for p in plans)
+
+
 def instances(types: Sequence[str] = ()) -> list[str]:
     """Every instance of cuda/attention.cu; weight types make no difference."""
     return [
