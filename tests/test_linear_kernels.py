@@ -188,6 +188,20 @@ def test_matvec_equals_float64(device: Device, quant: QuantType, n: int) -> None
     assert np.all(error <= bound(magnitude, w, x, quant)[0] + 4 * EPS * np.abs(bias) + 4 * EPS * np.abs(residual))
 
 
+@pytest.mark.parametrize("records", [6, 13])
+def test_warps_that_share_a_strip_add_up(device: Device, records: int) -> None:
+    """2 and 4 segments, over blocks that have one strip, two or none."""
+    quant = by_name("Q4_0")
+    rng = np.random.default_rng(12)
+    n, k = 40, 128 * records
+    raw, w = random_weights(rng, quant, n, k)
+    x = rng.standard_normal((1, k)).astype(np.float32)
+    y = nan(device, n)
+    matvec(device, upload(device, quant, raw, k), to_q8(device, x), y)
+    exact, magnitude = reference(w, x)
+    assert np.all(np.abs(device.download(y) - exact[0]) <= bound(magnitude, w, x, quant)[0])
+
+
 @pytest.mark.parametrize("tokens", [2, 7, 8, 9, 15, 16, 17, 33, 65, 129])
 @pytest.mark.parametrize("quant", QUANTISED, ids=ids)
 def test_matmul_equals_float64(device: Device, quant: QuantType, tokens: int) -> None:

@@ -1,0 +1,334 @@
+"""Faults planted into copies of our kernels: each is caught, by kind and place.
+
+A fault that gives wrong values is caught by the test of the operation, whose name is the place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import test_attention_kernels as attention
+import test_linear_kernels as linear
+import test_rope_kernels as rope
+import test_sampling_kernels as sampling
+from devices import simt_device
+from simt.device import SimtDevice, SimtError
+
+from minfer_cuda.kernels.compiler import expand_source, source_folder
+from minfer_cuda.quants import by_name
+
+Run = Callable[[SimtDevice], None]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`old` becomes `new` in cuda/<file>; `caught` is a kind of SimtError, or "values"; `at` is a
+    piece of the line that the error names."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    run: Run
+    caught: str
+    at: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.name}"
+
+
+def norm(device: SimtDevice) -> None:
+    linear.test_rms_norm_equals_float64(device, 1056)
+
+
+def elementwise(device: SimtDevice) -> None:
+    linear.test_swiglu_and_add_equal_float64(device)
+
+
+def embed(device: SimtDevice) -> None:
+    linear.test_embedding_rows_are_exact_in_every_type(device, by_name("Q5_0"))
+
+
+def matvec(device: SimtDevice) -> None:
+    linear.test_matvec_equals_float64(device, by_name("Q4_K"), 21)
+
+
+def long_matvec(device: SimtDevice) -> None:
+    linear.test_warps_that_share_a_strip_add_up(device, 13)
+
+
+def gate_up(device: SimtDevice) -> None:
+    linear.test_fused_gate_up_gives_the_bits_of_two_products_and_swiglu(device, by_name("Q5_0"))
+
+
+def matmul(device: SimtDevice) -> None:
+    linear.test_matmul_equals_float64(device, by_name("Q4_K"), 9)
+
+
+def split_matmul(device: SimtDevice) -> None:
+    linear.test_split_products_add_up_and_leave_their_counters_zero(device, 3)
+
+
+def float_product(device: SimtDevice) -> None:
+    linear.test_float_products_equal_float64(device, by_name("F16"), 2)
+
+
+def prefill(device: SimtDevice) -> None:
+    attention.test_many_tokens_see_the_past_and_no_later_token(device, 17, 7, 64, 100, "float16")
+
+
+def splits(device: SimtDevice) -> None:
+    attention.test_splits_agree_with_one_and_repeat_their_bits(device, 2, 1, 64)
+
+
+def rotate(device: SimtDevice) -> None:
+    rope.test_rotation_is_the_float64_formula_within_four_roundings(device)
+
+
+def draw(device: SimtDevice) -> None:
+    sampling.test_any_vocabulary_size_gives_the_host_samplers_tokens(device, 1000, {})
+
+
+REPACK = "if (row < n && i < k) code"
+FAULTS = [
+    Fault(
+        "missing barrier", "norm.cu", "__syncthreads();", "", norm, "uninitialised", "? partial["
+    ),
+    Fault(
+        "missing barrier",
+        "matvec.cu",
+        "__syncthreads();\n    return SharedRow",
+        "\n    return SharedRow",
+        matvec,
+        "uninitialised",
+        "const uint4 x0 = x.qs[",
+    ),
+    Fault(
+        "missing barrier",
+        "attention.cu",
+        "__syncthreads();  // the stages",
+        "//",
+        prefill,
+        "race",
+        "store_rows(rows, sums",
+    ),
+    Fault(
+        "missing barrier",
+        "matmul.cu",
+        "__syncthreads();  // this",
+        "//",
+        matmul,
+        "uninitialised",
+        "multiply_stage<Q, Tile>(acc",
+    ),
+    Fault(
+        "barrier that half the block skips",
+        "matvec.cu",
+        "    __syncthreads();\n}",
+        "    if (warp < 6) __syncthreads();\n}",
+        matvec,
+        "barrier",
+        "if (warp < 6)",
+    ),
+    Fault(
+        "tail one too long",
+        "elementwise.cu",
+        "if (i < n) {",
+        "if (i <= n) {",
+        elementwise,
+        "out of bounds",
+        "u = *reinterpret_cast<const float4*>(a + i)",
+    ),
+    Fault("tail one too long", "embed.cu", "k < d;", "k <= d;", embed, "race", "(out + k)"),
+    Fault(
+        "tail one too long",
+        "matvec.cu",
+        "if (row >= n) break;",
+        "if (row > n) break;",
+        matvec,
+        "out of bounds",
+        "v, bias[row]",
+    ),
+    Fault(
+        "tail one too long",
+        "matmul.cu",
+        "row < n && token",
+        "row <= n && token",
+        matmul,
+        "out of bounds",
+        "v, a.bias[row]",
+    ),
+    Fault(
+        "swapped scales",
+        "matvec.cu",
+        "(Q::scale(l, c, b, 0), d[b]), static_cast<float>(both)",
+        "(Q::scale(l, c, b, 0), d[b ^ 1]), static_cast<float>(both)",
+        matvec,
+        "values",
+    ),
+    Fault(
+        "swapped scales",
+        "matmul.cu",
+        "(i & 1) ? s1.d : s0.d)",
+        "(i & 1) ? s0.d : s1.d)",
+        matmul,
+        "values",
+    ),
+    Fault(
+        "swapped cosine and sine",
+        "rope.cuh",
+        "__fmul_rn(y0, cs.x)",
+        "__fmul_rn(y0, cs.y)",
+        rotate,
+        "values",
+    ),
+    Fault(
+        "divergent shuffle",
+        "elementwise.cu",
+        "if (qs) quantize4",
+        "if (qs && i < k) quantize4",
+        elementwise,
+        "divergence",
+        "if (qs && i < k)",
+    ),
+    Fault(
+        "divergent shuffle",
+        "matvec.cu",
+        "if (qs_out) quantize4",
+        "if (qs_out && inside) quantize4",
+        gate_up,
+        "divergence",
+        "if (qs_out && inside)",
+    ),
+    Fault(
+        "race between two warps",
+        "matvec.cu",
+        "* segments + segment) * 8;  // of",
+        "* segments) * 8; //",
+        long_matvec,
+        "race",
+        "part[lane >> 2] = acc",
+    ),
+    Fault(
+        "race between two lanes",
+        "q8.cuh",
+        "if ((k & 31) == 0) {",
+        "if ((k & 27) == 0) {",
+        elementwise,
+        "race",
+        "ds_row[k >> 5] = s",
+    ),
+    Fault(
+        "missing barrier",
+        "sampling.cuh",
+        "    __syncthreads();\n    v += warp",
+        "\n    v += warp",
+        draw,
+        "uninitialised|race",
+        "x.warps[",
+    ),
+    Fault(
+        "missing warp barrier",
+        "sampling.cuh",
+        "__syncwarp();  // all",
+        "// all",
+        draw,
+        "race",
+        "s.need = need - before;",
+    ),
+    Fault(
+        "read past the last block",
+        "repack.cu",
+        REPACK,
+        "if (i < k) code",
+        matvec,
+        "out of bounds",
+        "if (i < k) code",
+    ),
+    Fault(
+        "read past the last strip",
+        "matvec.cu",
+        "min((block + 1) * each, units)",
+        "(block + 1) * each",
+        long_matvec,
+        "out of bounds",
+        "l = Q::template load<",
+    ),
+    Fault(
+        "read past the last token",
+        "matmul_float.cu",
+        "if (i >= count) break;",
+        "",
+        float_product,
+        "out of bounds",
+        "const float4 u =",
+    ),
+    Fault(
+        "copy not waited for",
+        "matmul.cu",
+        "copy_async_wait<Stages - 2>()",
+        "copy_async_wait<Stages - 1>()",
+        matmul,
+        "race",
+        "multiply_stage<Q, Tile>(acc",
+    ),
+    Fault(
+        "partials without a fence",
+        "attention.cu",
+        "__threadfence();\n    __syncthreads();\n    if",
+        "\n    __syncthreads();\n    if",
+        splits,
+        "race",
+        "merge_splits<E, Tile>(part_sums",
+    ),
+    Fault(
+        "partials without a fence",
+        "matmul.cu",
+        "__threadfence();\n        __syncthreads();\n        const",
+        "\n        __syncthreads();\n        const",
+        split_matmul,
+        "race",
+        "load_coherent(a.partial",
+    ),
+    Fault(
+        "misaligned vector",
+        "matvec.cu",
+        "shared_bytes() + most * segments * 32);\n    for",
+        "shared_bytes() + most * segments * 32 + 4);\n    for",
+        matvec,
+        "misaligned",
+        "q[i] = ",
+    ),
+]
+
+
+def edited(fault: Fault) -> Callable[[str], str]:
+    """Kernel files with the fault planted."""
+
+    def source(stem: str) -> str:
+        return expand_source(stem).replace(fault.old, fault.new, 1)
+
+    return source
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_a_planted_fault_is_caught_by_kind_and_place(fault: Fault) -> None:
+    simt_device()  # skips where there is no compiler
+    text = (source_folder() / fault.file).read_text()
+    assert fault.old in text, "the kernel has changed: plant the fault anew"
+    assert fault.old.count("\n") == fault.new.count("\n")  # places stay true
+    device = SimtDevice(source=edited(fault))
+    if fault.caught == "values":
+        with pytest.raises(AssertionError):
+            fault.run(device)
+        return
+    with pytest.raises(SimtError) as caught:
+        fault.run(device)
+    error = caught.value
+    assert error.kind in fault.caught.split("|"), error
+    lines = text.replace(fault.old, fault.new, 1).splitlines()
+    inside = [p for p in error.places if p.startswith(f"{fault.file}:")]
+    named = [lines[int(place.split(":")[1]) - 1] for place in inside]
+    assert any(fault.at in line for line in named), error
