@@ -22,7 +22,7 @@ from minfer_cuda.errors import DeviceError, KernelError, OutOfMemoryError
 from minfer_cuda.graph import StepGraphs
 from minfer_cuda.kernels import compiler, module
 from minfer_cuda.kernels.compiler import Cubin, compile_cubin, expand_source
-from minfer_cuda.kernels.driver import DriverFailure
+from minfer_cuda.kernels.driver import Driver, DriverFailure
 from minfer_cuda.kernels.launch import CudaKernel, LaunchQueue, Limits
 from minfer_cuda.kernels.module import CudaDevice
 
@@ -230,6 +230,7 @@ class FakeDriver:
         self.cuda = (13, 0)
         self.devices = 1
         self.sizes: tuple[int, ...] | None = None
+        self.count = 0  # parameters to read at a launch
         self.static_shared = 1024
         self.fail: dict[str, DriverFailure] = {}
         self.launches: list[tuple[dict[str, Any], list[int]]] = []
@@ -285,7 +286,7 @@ class FakeDriver:
 
     def launch(self, config: dict[str, Any], function: object, arguments: int) -> None:
         self._may_fail("launch")
-        pointers = (ctypes.c_void_p * 6).from_address(arguments)
+        pointers = (ctypes.c_void_p * self.count).from_address(arguments)
         words = [ctypes.c_uint64.from_address(p).value for p in pointers if p]
         self.launches.append((config, words))
 
@@ -306,11 +307,27 @@ def kernel_on(driver: FakeDriver, arch: int = 90) -> CudaKernel:
     return CudaKernel("fill<3>", "function", queue)
 
 
+def test_the_bindings_carry_a_launch_attribute_to_the_driver() -> None:
+    """With cuda-bindings and no driver: the structures are made here, only the call needs a GPU."""
+    api = pytest.importorskip("cuda.bindings.driver")
+    driver = Driver.__new__(Driver)
+    driver._api = api
+    plain, dependent = (
+        driver.launch_config((5, 4, 3), (64, 2, 1), 100, 7, on) for on in (False, True)
+    )
+    assert (plain.numAttrs, dependent.numAttrs) == (0, 1)
+    assert dependent.attrs[0].value.programmaticStreamSerializationAllowed == 1
+    assert (dependent.gridDimX, dependent.gridDimY, dependent.gridDimZ) == (5, 4, 3)
+    assert (dependent.blockDimX, dependent.blockDimY, dependent.blockDimZ) == (64, 2, 1)
+    assert (dependent.sharedMemBytes, int(dependent.hStream)) == (100, 7)
+
+
 # ---- the launch site
 
 
 def test_arguments_are_passed_as_pointer_int32_float32_null_and_structure() -> None:
     driver = FakeDriver()
+    driver.count = 5
     kernel_on(driver)(2, 64, FakeArray(), -5, 1.5, None, Pair(3, 0.5))
     config, words = driver.launches[0]
     assert config == {"grid": (2, 1, 1), "block": (64, 1, 1), "shared": 0, "dependent": True}
@@ -321,17 +338,26 @@ def test_arguments_are_passed_as_pointer_int32_float32_null_and_structure() -> N
     assert struct.pack("Q", words[4]) == bytes(Pair(3, 0.5))
 
 
-def test_more_arguments_than_before_and_a_structure_before_a_number_arrive_whole() -> None:
+def test_each_launch_passes_its_own_values_whatever_the_one_before_had() -> None:
     driver = FakeDriver()
+    driver.count = 2
     kernel = kernel_on(driver)
+    kernel(1, 32, 7, FakeArray(0x1000))
     kernel(1, 32, Pair(1, 1.0), 2)
-    kernel(1, 32, *range(12))
-    kernel(1, 32, 7, 8)
-    assert [w & 0xFFFFFFFF for w in driver.launches[2][1][:2]] == [7, 8]
+    kernel(1, 32, 8, FakeArray(0x2000))
+    kernel(1, 32, 9, None)
+    words = [words for _, words in driver.launches]
+    assert [w[0] & 0xFFFFFFFF for w in words] == [7, 1, 8, 9]
+    assert [words[0][1], words[1][1] & 0xFFFFFFFF, words[2][1], words[3][1]] == [
+        0x1000,
+        2,
+        0x2000,
+        0,
+    ]
 
 
 @pytest.mark.parametrize(
-    "bad", [2**31, -(2**31) - 1, "text", np.int64(1), np.zeros(2, np.float32), [1]], ids=repr
+    "bad", [2**31, -(2**31) - 1, 1e39, "text", np.int64(1), np.zeros(2, np.float32), [1]], ids=repr
 )
 def test_other_argument_types_are_refused_with_the_kernels_name(bad: Any) -> None:
     with pytest.raises(KernelError, match=r"fill<3>.*argument 1"):

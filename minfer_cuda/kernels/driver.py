@@ -126,6 +126,7 @@ class Driver:
             attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attribute.value.programmaticStreamSerializationAllowed = 1
             config.attrs = [attribute]
+            config.numAttrs = 1  # the bindings do not count them
         return config
 
     def launch(self, config: Any, function: Any, arguments: int) -> None:

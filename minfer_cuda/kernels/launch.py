@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +67,85 @@ def _dim3(value: int | tuple[int, ...]) -> tuple[int, int, int]:
     return (*sizes, 1, 1, 1)[:3]  # type: ignore[return-value]
 
 
+class _Refused(Exception):
+    """Why a value cannot be an argument."""
+
+
+def _int_word(value: int) -> int:
+    if not -(2**31) <= value < 2**31:
+        raise _Refused(f"{value}, is not an int32")
+    return value & 0xFFFFFFFF
+
+
+def _float_word(value: float) -> int:
+    try:
+        return int.from_bytes(struct.pack("<f", value), "little")
+    except OverflowError:
+        raise _Refused(f"{value}, is not a float32") from None
+
+
+def _array_word(value: DeviceArray) -> int:
+    if not value.flags.c_contiguous:
+        raise _Refused(f"{_word(value)}, has gaps")
+    return int(value.data.ptr)
+
+
+class _Packer:
+    """Writes arguments of given Python types into 8-byte slots, as the kernel's parameters.
+
+    Made once for each combination of types, so that a launch only fills the slots.
+    """
+
+    def __init__(self, kernel: str, args: tuple[Any, ...], expected: tuple[int, ...] | None):
+        self._kernel = kernel
+        self._words: list[Callable[[Any], int]] = []
+        self._structures: list[int] = []  # passed by the address of the value itself
+        sizes = []
+        for i, value in enumerate(args):
+            word, size = self._kind(i, value)
+            self._words.append(word)
+            sizes.append(size)
+        if expected is not None and tuple(sizes) != expected:
+            raise KernelError(
+                f"{kernel} takes parameters of {expected} bytes, got {tuple(sizes)}: "
+                f"{argument_words(args)}"
+            )
+        count = len(args)
+        self._slots = (ctypes.c_uint64 * count)()
+        first = ctypes.addressof(self._slots)
+        self._pointers = (ctypes.c_void_p * count)(*(first + 8 * i for i in range(count)))
+        self._address = ctypes.addressof(self._pointers)
+
+    def _kind(self, index: int, value: Any) -> tuple[Callable[[Any], int], int]:
+        """How a value of this type becomes a slot's word, and its size in bytes."""
+        if value is None:
+            return lambda _: 0, 8
+        if isinstance(value, int):
+            return _int_word, 4
+        if isinstance(value, float):
+            return _float_word, 4
+        if isinstance(value, ctypes.Structure):
+            self._structures.append(index)
+            return lambda _: 0, ctypes.sizeof(value)
+        if hasattr(getattr(value, "data", None), "ptr"):
+            return _array_word, 8
+        raise KernelError(f"{self._kernel}: argument {index} is a {type(value).__name__}")
+
+    def pack(self, args: tuple[Any, ...]) -> int:
+        """The address of the array of pointers to the arguments, valid until the next call."""
+        try:
+            self._slots[:] = [word(value) for word, value in zip(self._words, args, strict=True)]
+        except _Refused:
+            for i, (word, value) in enumerate(zip(self._words, args, strict=True)):
+                try:
+                    word(value)
+                except _Refused as reason:
+                    raise KernelError(f"{self._kernel}: argument {i}, {reason}") from None
+        for i in self._structures:
+            self._pointers[i] = ctypes.addressof(args[i])
+        return self._address
+
+
 class CudaKernel:
     """One compiled instance, loaded on a device."""
 
@@ -79,7 +159,7 @@ class CudaKernel:
         self._sizes = driver.parameter_sizes(function)
         self._allowed_shared = _DEFAULT_SHARED
         self._configs: dict[tuple[Any, ...], Any] = {}
-        self._room(8)
+        self._packers: dict[tuple[type, ...], _Packer] = {}
 
     def __call__(
         self,
@@ -94,15 +174,14 @@ class CudaKernel:
         config = self._configs.get(key)
         if config is None:
             config = self._configs[key] = self._configure(grid, block, shared, args)
-        sizes = self._pack(args)
-        if self._sizes is not None and sizes != self._sizes:
-            raise KernelError(
-                f"{self.name} takes parameters of {self._sizes} bytes, got {sizes}: "
-                f"{argument_words(args)}"
-            )
+        types = tuple(map(type, args))
+        packer = self._packers.get(types)
+        if packer is None:
+            packer = self._packers[types] = _Packer(self.name, args, self._sizes)
+        arguments = packer.pack(args)
         try:
             queue.enter()
-            queue.driver.launch(config, self._function, self._arguments)
+            queue.driver.launch(config, self._function, arguments)
         except DriverFailure as error:
             raise self._failure(error, key, args) from error
         if queue.sync:
@@ -110,45 +189,6 @@ class CudaKernel:
                 queue.driver.synchronize(queue.stream)
             except DriverFailure as error:
                 raise KernelError(f"{self._told(key, args)} failed: {error}") from error
-
-    def _pack(self, args: tuple[Any, ...]) -> tuple[int, ...]:
-        """Write the arguments into their slots; returns their sizes in bytes."""
-        if len(args) > len(self._slots):
-            self._room(len(args))
-        sizes = []
-        for i, value in enumerate(args):
-            self._pointers[i] = self._slot_address + 8 * i
-            address = getattr(getattr(value, "data", None), "ptr", None)
-            if address is not None:
-                if not value.flags.c_contiguous:
-                    raise KernelError(f"{self.name}: argument {i}, {_word(value)}, has gaps")
-                self._slots[i] = address
-                sizes.append(8)
-            elif value is None:
-                self._slots[i] = 0
-                sizes.append(8)
-            elif isinstance(value, int):
-                if not -(2**31) <= value < 2**31:
-                    raise KernelError(f"{self.name}: argument {i}, {value}, is not an int32")
-                self._slots[i] = value & 0xFFFFFFFF
-                sizes.append(4)
-            elif isinstance(value, float):
-                self._floats[2 * i] = value
-                sizes.append(4)
-            elif isinstance(value, ctypes.Structure):
-                self._pointers[i] = ctypes.addressof(value)
-                sizes.append(ctypes.sizeof(value))
-            else:
-                raise KernelError(f"{self.name}: argument {i} is a {type(value).__name__}")
-        return tuple(sizes)
-
-    def _room(self, count: int) -> None:
-        """Slots of 8 bytes for `count` arguments, and the array of pointers to them."""
-        self._slots = (ctypes.c_uint64 * count)()
-        self._floats = (ctypes.c_float * (2 * count)).from_buffer(self._slots)
-        self._pointers = (ctypes.c_void_p * count)()
-        self._slot_address = ctypes.addressof(self._slots)
-        self._arguments = ctypes.addressof(self._pointers)
 
     def _configure(
         self, grid: int | tuple[int, ...], block: int | tuple[int, ...], shared: int, args: Any
