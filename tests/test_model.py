@@ -261,7 +261,7 @@ def test_steps_put_off_are_computed_when_a_prefill_comes(model):
 def test_taps_see_values_under_their_names_and_change_nothing(model):
     seen: dict[tuple[str, int | None], np.ndarray] = {}
     runner = runner_of(model)
-    runner.forward(IDS, range(9), 9, tap=lambda n, i, x: seen.__setitem__((n, i), np.array(x)))
+    runner.forward(IDS, 0, 9, tap=lambda n, i, x: seen.__setitem__((n, i), np.array(x)))
     np.testing.assert_array_equal(runner.logits(9), logits_of(model))
     for i in (0, 1):
         total = seen["layer_input", i] + seen["attention_output", i] + seen["mlp_output", i]

@@ -36,33 +36,43 @@ def model(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, list[dict[st
         runner.close()
 
 
-def test_logits_and_every_layers_residual_agree_with_the_reference(model):
+def sure_steps(entry: dict[str, Any]) -> int:
+    """How many greedy steps come before the first close call."""
+    gaps = entry["greedy_gaps"]
+    return next((i for i, gap in enumerate(gaps) if gap < CLOSE_CALL), len(gaps))
+
+
+def test_logits_residuals_and_greedy_choices_agree_with_the_reference(model):
     engine, entries = model
+    choices = 0
     for entry in entries:
+        n, greedy = sure_steps(entry), entry["greedy_ids"]
+        rows = max(n, 1)  # of logits: the prompt's last position, then one for each greedy id
         residual: list[float] = []
 
-        def tap(name: str, layer: int | None, value: np.ndarray, into=residual) -> None:
+        def tap(name: str, layer: int | None, value: np.ndarray, rows=rows, to=residual) -> None:
             if name == "layer_output":
-                into.append(float(np.sqrt(np.mean(value[-1].astype(np.float64) ** 2))))
+                to.append(float(np.sqrt(np.mean(value[-rows].astype(np.float64) ** 2))))
 
-        ids = entry["ids"]
-        engine.runner.forward(ids, range(len(ids)), 1, tap)
-        logits = engine.runner.logits()[0].astype(np.float64)
-        np.testing.assert_allclose(logits[entry["top_ids"]], entry["top_logits"], atol=0.005)
-        largest = np.sort(logits)[::-1][:16]
-        np.testing.assert_allclose(largest, entry["top_logits"], atol=0.005)
-        total = logits.max() + np.log(np.exp(logits - logits.max()).sum())
+        ids = entry["ids"] + greedy[: rows - 1]
+        engine.runner.forward(ids, 0, rows, tap)
+        logits = engine.runner.logits(rows).astype(np.float64)
+        first = logits[0]
+        np.testing.assert_allclose(first[entry["top_ids"]], entry["top_logits"], atol=0.005)
+        np.testing.assert_allclose(np.sort(first)[:-17:-1], entry["top_logits"], atol=0.005)
+        total = first.max() + np.log(np.exp(first - first.max()).sum())
         assert total == pytest.approx(entry["logsumexp"], abs=0.005)
         np.testing.assert_allclose(residual, entry["residual_rms"], rtol=1e-3)
+        # each greedy id follows the ones before it: equal choices here are an equal greedy run
+        assert logits[:n].argmax(1).tolist() == greedy[:n], entry["text"]
+        choices += n
+    assert choices >= 150
 
 
-def test_greedy_ids_equal_the_references_up_to_the_first_close_call(model):
+def test_decoding_step_by_step_gives_the_references_greedy_ids(model):
     engine, entries = model
-    compared = 0
-    for entry in entries:
-        gaps = entry["greedy_gaps"]
-        n = next((i for i, gap in enumerate(gaps) if gap < CLOSE_CALL), len(gaps))
+    for entry in entries[2:6]:
+        n = min(sure_steps(entry), 10)
+        engine.rollback(0)
         ids = [token.id for token in engine.generate(entry["ids"], GREEDY, n)]
         assert ids == entry["greedy_ids"][:n], entry["text"]
-        compared += n
-    assert compared >= 150

@@ -81,18 +81,17 @@ class NumpyRunner:
                 f"1 <= rows <= tokens <= n_batch {self.n_batch}"
             )
         self._catch_up()
-        self.forward(ids, range(start, start + len(ids)), n_out)
+        self.forward(ids, start, n_out)
 
-    def forward(
-        self, ids: Sequence[int], positions: Sequence[int], n_out: int, tap: Tap | None = None
-    ) -> None:
-        """One pass over `ids` at `positions`, keeping the last n_out rows' logits; `tap` sees the
-        values of `Qwen2.forward`. Raises NumericsError where a logit is not finite."""
-        self.ops.set_step(ids, positions)
+    def forward(self, ids: Sequence[int], start: int, n_out: int, tap: Tap | None = None) -> None:
+        """One pass over `ids` at positions start, start + 1, ..., keeping the last n_out rows'
+        logits; `tap` sees the values of `Qwen2.forward`. Raises NumericsError where a logit is not
+        finite; ContextFullError and UsageError before anything is written."""
+        self.ops.set_step(ids, range(start, start + len(ids)))
         self._logits = self.model.forward(self.ops, n_out, tap)
         if not np.isfinite(self._logits).all():
             raise NumericsError(
-                f"logits at position {positions[-1]} are not finite: the weights may be damaged "
+                f"logits at position {start + len(ids) - 1} are not finite: the weights may be damaged "
                 f"(minfer info --check)"
             )
 
@@ -152,7 +151,7 @@ class NumpyRunner:
         position = self._pending.popleft()
         try:
             if position is not None:
-                self.forward([self._history[-1]], [position], 1)
+                self.forward([self._history[-1]], position, 1)
             token = self._draw()
         except BaseException:
             self._pending.clear()
