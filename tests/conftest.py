@@ -10,6 +10,11 @@ import ggufs
 import hypothesis
 import pytest
 from devices import device  # noqa: F401 - a fixture
+from kernel_coverage import (  # noqa: F401 - hooks
+    pytest_sessionfinish,
+    pytest_terminal_summary,
+    pytest_testnodedown,
+)
 
 from minfer_cuda.tokenizer import Tokenizer
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+from pathlib import Path
 
 import numpy as np
 import pytest
 from devices import simt_device
+from kernel_coverage import all_kernels, complaints, unsupported
 from simt.device import SimtArray, SimtDevice, SimtError
 
 from minfer_cuda.errors import KernelError
 
+ROOT = Path(__file__).resolve().parents[1]
 RNG = np.random.default_rng(4)
 
 
@@ -344,3 +347,21 @@ def test_arrays_keep_their_memory_through_views_and_uploads():
     assert device.download(array)[1].sum() == 0 and type(device.download(array)) is np.ndarray
     with pytest.raises(KernelError, match="upload of float32"):
         device.upload(np.zeros(5, np.float32), into=array[1])
+
+
+def test_a_kernel_that_never_ran_is_named_and_so_is_a_stale_entry_of_the_list():
+    ours = all_kernels()
+    assert {"matvec", "attention", "rms_norm", "add"} <= ours
+    listed = unsupported()
+    for kernel, test in listed.items():
+        file, function = test.split("::")
+        assert kernel in ours and f"def {function}(" in (ROOT / file).read_text()
+    assert complaints(ours - set(listed)) == []
+    (words,) = complaints(ours - set(listed) - {"matvec"})
+    assert words.startswith("kernel matvec has not run")
+    assert len(complaints(ours)) == len(listed)
+
+
+def test_every_kernel_is_declared_in_the_form_that_the_coverage_check_finds():
+    declared = sum(path.read_text().count("__global__") for path in (ROOT / "cuda").glob("*.cu*"))
+    assert declared == len(all_kernels())

@@ -141,7 +141,7 @@ class SimtKernel:
                 ctypes.addressof(pointers), module, ctypes.addressof(table), len(ranges),
             )  # fmt: skip
             fault = Fault()
-            self._device.launched.add((self.stem, self.name))
+            self._device.note_launch(self)
             if self._device.runtime.simt_launch(ctypes.byref(launch), ctypes.byref(fault)):
                 raise self._error(fault, module, args)
 
@@ -214,7 +214,7 @@ class SimtDevice:
 
     `checks` finds wrong accesses; without it barriers, collectives and launch arguments are still
     checked. `source` gives the text of a kernel file, for planted faults. `launched` collects the
-    (stem, name) pairs that have run on any device of the process.
+    (stem, name) pairs of our own files that have run on any device of the process.
     """
 
     launched: set[tuple[str, str]] = set()
@@ -291,6 +291,10 @@ class SimtDevice:
         """Nothing is ever pending."""
 
     # ---- what kernels ask ----
+
+    def note_launch(self, kernel: SimtKernel) -> None:
+        if self._source is expand_source:
+            self.launched.add((kernel.stem, kernel.name))
 
     def module(self, library: ctypes.CDLL) -> Module:
         library.simt_touch_shared()
