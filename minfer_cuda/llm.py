@@ -127,6 +127,7 @@ class LLM:
             self.file.close()
             raise
         self.engine = Engine(runner, self.config)
+        self._open = True
 
     @property
     def n_ctx(self) -> int:
@@ -238,9 +239,11 @@ class LLM:
         return Completion(tokens, stream, self.engine.stats)
 
     def close(self) -> None:
-        """Free the weights and the cache."""
-        self.engine.runner.close()
-        self.file.close()
+        """Free the weights and the cache; closing again does nothing."""
+        if self._open:
+            self._open = False
+            self.engine.runner.close()
+            self.file.close()
 
     def __enter__(self) -> LLM:
         return self

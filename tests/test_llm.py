@@ -109,6 +109,7 @@ def test_the_files_sampling_defaults_hold_until_overridden(tmp_path):
 def test_a_context_of_zero_is_the_models_and_a_longer_one_is_said_aloud(path):
     with LLM(path, n_ctx=0, device="cpu") as llm:
         assert llm.n_ctx == 512
+        llm.close()  # and once more at the end of the block: no error
     heard: list[str] = []
     with LLM(path, n_ctx=600, device="cpu", notify=heard.append) as llm:
         assert heard == llm.notices

@@ -12,6 +12,7 @@ from ggufs import write_gguf
 from minfer_cuda.config import Qwen2Config
 from minfer_cuda.errors import ContextFullError, ModelFileError, NumericsError, UsageError
 from minfer_cuda.gguf import GGUFFile
+from minfer_cuda.host_memory import available_bytes
 from minfer_cuda.runners import numpy_runner
 from minfer_cuda.runners.numpy_runner import NumpyRunner
 from minfer_cuda.sampling import SamplingParams
@@ -208,8 +209,16 @@ def test_weights_that_do_not_fit_are_dequantised_at_use_with_the_same_logits(mon
     resident = logits_of(path)
     assert "float32 in memory" in runner_of(path).describe()
     monkeypatch.setattr(numpy_runner, "available_bytes", lambda: 1000)
-    assert "dequantised at each use" in runner_of(path).describe()
+    heard: list[str] = []
+    file = GGUFFile.open(path)
+    runner = NumpyRunner(file, Qwen2Config.from_gguf(file), 8, notify=heard.append)
+    assert "dequantised at each use" in runner.describe()
+    assert any("dequantised at each use" in notice for notice in heard)
     np.testing.assert_allclose(logits_of(path), resident, rtol=1e-5, atol=1e-5)
+
+
+def test_the_memory_that_may_be_used_is_some_of_what_there_is():
+    assert 1 << 20 < available_bytes() < 1 << 50
 
 
 def test_the_last_position_works_and_the_next_is_refused_before_any_write(model):

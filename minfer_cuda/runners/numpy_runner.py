@@ -46,7 +46,13 @@ class NumpyRunner:
         self.n_batch = min(n_batch, n_ctx)
         self._kv_type = kv_type
         self._config = config
-        self._resident = resident_bytes(file) <= available_bytes() * RESIDENT_SHARE
+        needed, room = resident_bytes(file), available_bytes() * RESIDENT_SHARE
+        self._resident = needed <= room
+        if notify and not self._resident:
+            notify(
+                f"float32 weights would take {needed / 2**20:,.0f} MiB, {room / 2**20:,.0f} MiB may "
+                f"be used: they are dequantised at each use, which is slow"
+            )
         weights = load_weights(file, config, self._weight, progress=progress, notice=notify)
         self._weight_bytes = sum(info.nbytes for info in file.tensors.values())
         self.model = Qwen2(config, weights)
