@@ -94,7 +94,7 @@ static const char* base_name(const char* path) {
     return slash ? slash + 1 : path;
 }
 static bool same_place(const Fibre& f, const char* file, int line) {
-    return f.line == line && strcmp(f.file, file) == 0;
+    return f.line == line && (f.file == file || strcmp(f.file, file) == 0);
 }
 
 extern "C" int simt_barrier(int value, const char* file, int line) {
@@ -121,33 +121,59 @@ extern "C" int simt_barrier(int value, const char* file, int line) {
     return g.barrier_result;
 }
 
+// The collective that the lanes of a warp are gathering for. Where disjoint masks gather at the same
+// time it is one of them; the others are found from the lanes' states.
+struct Meeting {
+    const char *what, *file;
+    int line;
+    unsigned mask, arrived;
+};
+static Meeting meetings[kMaxThreads / kWarpSize];
+
+// The lanes of `mask` that wait in this very collective. What can never come is an error.
+static unsigned arrived_lanes(Fibre* warp, int lane, const Meeting& meeting, void* frame) {
+    unsigned arrived = 0;
+    for (int l = 0; l < kWarpSize; ++l) {
+        if (l == lane || !(meeting.mask >> l & 1)) continue;
+        const bool exists = warp->thread + l < g.threads;
+        if (!exists || warp[l].state == kDone)
+            stop(kDivergence, frame, "%s: lane %d of mask %08x %s", meeting.what, l, meeting.mask,
+                 exists ? "has ended" : "does not exist");
+        if (warp[l].state != kAtCollective || !(warp[l].mask >> lane & 1)) continue;
+        if (warp[l].mask != meeting.mask || warp[l].what != meeting.what ||
+            !same_place(warp[l], meeting.file, meeting.line))
+            stop(kDivergence, frame,
+                 "%s (mask %08x) at %s:%d, but lane %d waits in %s (mask %08x) at %s:%d", meeting.what,
+                 meeting.mask, base_name(meeting.file), meeting.line, l, warp[l].what, warp[l].mask,
+                 base_name(warp[l].file), warp[l].line);
+        arrived |= 1u << l;
+    }
+    return arrived;
+}
+
 // The lanes in `mask` meet, the last to come runs `complete` for all of them.
 static void collective(const char* what, unsigned mask, void* payload, Complete complete, const char* file,
                        int line) {
     void* frame = __builtin_frame_address(0);
     Fibre& self = *g.current;
-    const int first = self.thread & ~(kWarpSize - 1), lane = self.thread - first;
-    Fibre* warp = g.fibres + first;
+    const int lane = self.thread % kWarpSize;
+    Fibre* warp = g.fibres + (self.thread - lane);
     if (!(mask >> lane & 1)) stop(kDivergence, frame, "%s: lane %d is not in its mask %08x", what, lane, mask);
-    unsigned arrived = 1u << lane;
-    for (int l = 0; l < kWarpSize; ++l) {
-        if (l == lane || !(mask >> l & 1)) continue;
-        if (first + l >= g.threads || warp[l].state == kDone)
-            stop(kDivergence, frame, "%s: lane %d of mask %08x %s", what, l, mask,
-                 first + l >= g.threads ? "does not exist" : "has ended");
-        if (warp[l].state != kAtCollective || !(warp[l].mask >> lane & 1)) continue;
-        if (warp[l].mask != mask || warp[l].what != what || !same_place(warp[l], file, line))
-            stop(kDivergence, frame, "%s (mask %08x) at %s:%d, but lane %d waits in %s (mask %08x) at %s:%d",
-                 what, mask, base_name(file), line, l, warp[l].what, warp[l].mask, base_name(warp[l].file),
-                 warp[l].line);
-        arrived |= 1u << l;
-    }
+    const Meeting mine{what, file, line, mask, 1u << lane};
+    Meeting& open = meetings[self.thread / kWarpSize];
+    const bool same = open.arrived && open.mask == mask && open.what == what && open.file == file && open.line == line;
+    const unsigned arrived = mine.arrived | (same ? open.arrived : arrived_lanes(warp, lane, mine, frame));
     self.payload = payload;
     self.mask = mask;
     if (arrived != mask) {
+        if (same || !open.arrived) {
+            open = mine;
+            open.arrived = arrived;
+        }
         wait(kAtCollective, what, file, line, frame);
         return;
     }
+    if (same) open.arrived = 0;
     complete(warp, mask);
     for (int l = 0; l < kWarpSize; ++l)
         if (mask >> l & 1) warp[l].state = kReady;
@@ -424,6 +450,7 @@ static void report_deadlock() {
 
 static bool run_block() {
     g.done = g.at_barrier = g.barrier_votes = 0;
+    for (Meeting& meeting : meetings) meeting.arrived = 0;
     for (int i = 0; i < g.threads; ++i) {
         Fibre& f = g.fibres[i];
         const unsigned *size = g.launch.block, t = static_cast<unsigned>(i);
@@ -462,11 +489,10 @@ static void* map(size_t bytes) {
 
 static void prepare_fibres() {
     if (g.fibres) return;
-    constexpr int kMost = 1024;
-    g.fibres = static_cast<Fibre*>(calloc(kMost, sizeof(Fibre)));
-    g.clocks = static_cast<WarpClock*>(calloc(kMost / kWarpSize, sizeof(WarpClock)));
-    char* stacks = static_cast<char*>(map(kMost * kStackBytes));
-    for (int i = 0; i < kMost; ++i) g.fibres[i].stack = stacks + i * kStackBytes;
+    g.fibres = static_cast<Fibre*>(calloc(kMaxThreads, sizeof(Fibre)));
+    g.clocks = static_cast<WarpClock*>(calloc(kMaxThreads / kWarpSize, sizeof(WarpClock)));
+    char* stacks = static_cast<char*>(map(kMaxThreads * kStackBytes));
+    for (int i = 0; i < kMaxThreads; ++i) g.fibres[i].stack = stacks + i * kStackBytes;
 }
 
 // Runs a launch to its end or its first fault. Returns the fault's kind, 0 where there is none.
@@ -488,6 +514,7 @@ extern "C" int simt_launch(const SimtLaunch* launch, SimtFault* fault) {
                 fine = run_block();
             }
     g.current = nullptr;
+    memory_end_launch();
     munmap(g.dynamic_shared, mapped);
     return fault->kind;
 }

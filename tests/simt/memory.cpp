@@ -30,6 +30,7 @@ struct Region {
     uint64_t begin, end;
     uint64_t *writes, *reads;
     bool shared;
+    uint64_t first, last;  // bytes that the launch has touched
 };
 struct Block {
     uint64_t first_epoch, released_epoch;
@@ -161,9 +162,11 @@ uint64_t joined(const Visit& v, uint64_t r) {
     return v.me | flags | (same_warp ? kLanes : kWarps);
 }
 
-void visit(const Visit& v, const Region& region) {
-    uint64_t* writes = region.writes + (v.address - region.begin);
-    uint64_t* reads = region.reads + (v.address - region.begin);
+void visit(const Visit& v, Region& region) {
+    const uint64_t at = v.address - region.begin;
+    uint64_t *writes = region.writes + at, *reads = region.reads + at;
+    if (at < region.first) region.first = at;
+    if (at + v.bytes > region.last) region.last = at + v.bytes;
     const bool writing = v.access == kWrite || v.access == kAtomicUpdate;
     const uint64_t flag = v.access == kAtomicUpdate ? kAtomic : 0ull;
     uint64_t last_w = 0, last_r = 0, next_r = 0;
@@ -188,7 +191,7 @@ void visit(const Visit& v, const Region& region) {
     stop(kOutOfBounds, v.frame, "%s of %u bytes outside of every buffer", name_of(v.access), v.bytes);
 }
 
-const Region* find(uint64_t address, uint64_t end) {
+Region* find(uint64_t address, uint64_t end) {
     if (recent < regions.size() && address >= regions[recent].begin && end <= regions[recent].end)
         return &regions[recent];
     for (size_t i = 0; i < regions.size(); ++i)
@@ -209,7 +212,7 @@ void check(const Fibre& self, uint64_t address, unsigned bytes, Access access, b
     if (address - stack < kStackBytes) return;
     const uint64_t pc = reinterpret_cast<uint64_t>(static_cast<void**>(frame)[1]);
     Visit v{access, address, bytes, word(self, pc), &self, frame, false};
-    const Region* region = find(address, address + bytes);
+    Region* region = find(address, address + bytes);
     if (!region) {
         const SimtModule& m = g.launch.module;
         if (access == kRead && address >= m.image_begin && address + bytes <= m.image_end) return;  // constants
@@ -257,15 +260,25 @@ void memory_begin_launch() {
     if (!launch.checked) return;
     shared_words.assign(2 * (launch.shared_bytes + fixed_bytes), 0);
     uint64_t* words = shared_words.data();
-    regions.push_back({dynamic, dynamic + launch.shared_bytes, words, words + launch.shared_bytes, true});
+    const auto add = [](uint64_t begin, uint64_t end, uint64_t* writes, uint64_t* reads, bool shared) {
+        regions.push_back({begin, end, writes, reads, shared, ~0ull, 0});
+    };
+    add(dynamic, dynamic + launch.shared_bytes, words, words + launch.shared_bytes, true);
     words += 2 * launch.shared_bytes;
-    regions.push_back({launch.module.shared_begin, launch.module.shared_end, words, words + fixed_bytes, true});
+    add(launch.module.shared_begin, launch.module.shared_end, words, words + fixed_bytes, true);
     for (int i = 0; i < launch.range_count; ++i) {
         const SimtRange& range = launch.ranges[i];
-        regions.push_back({range.begin, range.end, range.writes, range.reads, false});
-        for (uint64_t b = 0; b < range.end - range.begin; ++b) {  // what earlier launches did is complete
-            if (range.writes[b]) range.writes[b] = kInitial;
-            range.reads[b] = 0;
+        add(range.begin, range.end, range.writes, range.reads, false);
+    }
+}
+
+// To the next launch everything done here is complete.
+void memory_end_launch() {
+    for (Region& region : regions) {
+        if (region.shared) continue;
+        for (uint64_t i = region.first; i < region.last; ++i) {
+            if (region.writes[i]) region.writes[i] = kInitial;
+            region.reads[i] = 0;
         }
     }
 }

@@ -4,6 +4,7 @@
 #include <stdint.h>
 
 constexpr int kWarpSize = 32;
+constexpr int kMaxThreads = 1024;
 constexpr int kMaxFrames = 24;
 
 extern "C" {
@@ -92,6 +93,7 @@ void walk_frames(void* frame, uint64_t* out);
 // memory.cpp
 void memory_begin_launch();
 void memory_begin_block();
+void memory_end_launch();
 void memory_after_barrier();
 void memory_after_warp_barrier(int warp, unsigned mask);
 void check_shared_read(const Fibre& fibre, const void* address, int bytes, void* frame);
