@@ -175,8 +175,9 @@ class NumpyOps:
         scores -= scores.max(axis=-1, keepdims=True)
         np.exp(scores, out=scores)
         sums = scores.sum(axis=-1, keepdims=True)
-        mix: np.ndarray = (scores @ v.transpose(1, 0, 2)) / sums
-        return mix.reshape(heads, t, dim).transpose(1, 0, 2)
+        mix = (scores @ v.transpose(1, 0, 2)) / sums
+        by_token: np.ndarray = mix.reshape(heads, t, dim).transpose(1, 0, 2)
+        return by_token
 
 
 def _matmul(x: np.ndarray, weight: Matrix) -> np.ndarray:

@@ -50,8 +50,8 @@ class NumpyRunner:
         self._resident = needed <= room
         if notify and not self._resident:
             notify(
-                f"float32 weights would take {needed / 2**20:,.0f} MiB, {room / 2**20:,.0f} MiB may "
-                f"be used: they are dequantised at each use, which is slow"
+                f"float32 weights would take {needed / 2**20:,.0f} MiB, and {room / 2**20:,.0f} "
+                f"MiB may be used: they are dequantised at each use, which is slow"
             )
         weights = load_weights(file, config, self._weight, progress=progress, notice=notify)
         self._weight_bytes = sum(info.nbytes for info in file.tensors.values())
@@ -97,8 +97,8 @@ class NumpyRunner:
         self._logits = self.model.forward(self.ops, n_out, tap)
         if not np.isfinite(self._logits).all():
             raise NumericsError(
-                f"logits at position {start + len(ids) - 1} are not finite: the weights may be damaged "
-                f"(minfer info --check)"
+                f"logits at position {start + len(ids) - 1} are not finite: the weights may be "
+                f"damaged (minfer info --check)"
             )
 
     def logits(self, n_out: int = 1) -> np.ndarray:
