@@ -20,7 +20,7 @@ class Boundary(TyperGroup):
     Usage errors (2) are typer's own. MINFER_TRACEBACK=1 lets tracebacks through.
     """
 
-    def invoke(self, ctx: typer.Context) -> Any:
+    def invoke(self, ctx: Any) -> Any:  # typer's Context or click's, by typer's version
         """Run the command."""
         try:
             result = super().invoke(ctx)

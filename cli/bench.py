@@ -41,13 +41,23 @@ def bench(
         str, typer.Option("-n", "--n-gen", metavar="N[,N]", help="Decode lengths. 0: none.")
     ] = "128",
     repetitions: Annotated[
-        int, typer.Option("-r", "--repetitions", min=1, help="Timed repetitions of each test.")
+        int,
+        typer.Option(
+            "-r", "--repetitions", metavar="R", min=1, help="Timed repetitions of each test."
+        ),
     ] = 5,
     device: options.Device = "auto",
     kv_type: options.KV = options.KVType.F16,
     n_ctx: Annotated[
         int | None,
-        typer.Option("--n-ctx", "-c", min=1, help="Context.", show_default="what the tests need"),
+        typer.Option(
+            "--n-ctx",
+            "-c",
+            metavar="N",
+            min=1,
+            help="Context in tokens.",
+            show_default="what the tests need",
+        ),
     ] = None,
     md: Annotated[bool, typer.Option("--md", help="Print a Markdown table (the default).")] = False,
     csv: Annotated[bool, typer.Option("--csv", help="Print comma-separated values.")] = False,

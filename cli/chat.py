@@ -89,7 +89,8 @@ def chat(
         repl = Repl(
             llm, conversation, sampling.params(llm, ignore_eos), max_tokens, stop or [], session
         )
-        repl.run(typed_lines() if interactive() else piped_lines(), single_turn)
+        typed = sys.stdin.isatty() and sys.stdout.isatty()
+        repl.run(typed_lines() if typed else piped_lines(), single_turn, patient=typed)
 
 
 class Repl:
@@ -112,18 +113,29 @@ class Repl:
         self.session = session
         self.n_replies = 0
 
-    def run(self, lines: Iterator[str], single_turn: bool = False) -> None:
-        """Until the lines end or a command leaves; one message only when `single_turn`."""
+    def run(self, lines: Iterator[str], single_turn: bool = False, patient: bool = False) -> None:
+        """Until the lines end or a command leaves; one message only when `single_turn`.
+
+        `patient`: an interrupt that comes just after a reply has ended does not leave the chat.
+        """
         for line in lines:
-            if not line.strip():
-                continue
-            if line.startswith("/"):
-                if not self.command(line):
-                    return
-            else:
-                self.turn(line)
-                if single_turn:
-                    return
+            try:
+                go_on = self.handle(line, single_turn)
+            except KeyboardInterrupt:
+                if not patient:
+                    raise
+                go_on = True
+            if not go_on:
+                return
+
+    def handle(self, line: str, single_turn: bool) -> bool:
+        """Deal with one input line; False when it was the last."""
+        if not line.strip():
+            return True
+        if line.startswith("/"):
+            return self.command(line)
+        self.turn(line)
+        return not single_turn
 
     def turn(self, text: str) -> None:
         """Answer a message; one that cannot fit is refused, with nothing changed."""
@@ -198,11 +210,6 @@ class Repl:
                 self.save()
         except (ContextFullError, UsageError) as e:
             say(str(e))
-
-
-def interactive() -> bool:
-    """Whether a person types and reads here."""
-    return sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def piped_lines() -> Iterator[str]:

@@ -17,7 +17,8 @@ from .model import Sampling, Settings, closing_line, draws_at_random, open_model
 def generate(
     model: options.Model,
     prompt: Annotated[
-        str | None, typer.Argument(help="The prompt; without it, or as -, stdin is read.")
+        str | None,
+        typer.Argument(metavar="PROMPT", help="The prompt; without it, or as -, stdin is read."),
     ] = None,
     n_ctx: options.NCtx = options.N_CTX,
     max_tokens: options.MaxTokens = None,

@@ -14,13 +14,14 @@ from .bench import bench
 from .chat import chat
 from .generate import generate
 from .info import info
+from .perplexity import perplexity
 
 app = typer.Typer(
     name="minfer",
     cls=Boundary,
     help="Run GGUF models of the Qwen2 family on an NVIDIA GPU, or on the CPU.",
     epilog="Example: minfer generate model.gguf 'Why is the sky blue?'",
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     no_args_is_help=True,
     add_completion=True,
     rich_markup_mode=None,  # importing rich would double the time that --help takes
@@ -46,14 +47,14 @@ def _options(
     utf8_streams()
 
 
-for command in (generate, chat, info, bench):
+for command in (generate, chat, info, bench, perplexity):
     app.command()(command)
 
 
 def main() -> None:
     """The console script."""
     try:
-        app()
+        app(prog_name="minfer")
     except KeyboardInterrupt:  # before or after a command's own handling
         sys.exit(INTERRUPTED)
 

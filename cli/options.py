@@ -52,22 +52,26 @@ def not_empty(values: list[str] | None) -> list[str] | None:
     return values
 
 
-def _number(name: str, text: str, default: str, **limits: Any) -> Any:
-    return typer.Option(name, help=text, show_default=default, callback=finite, **limits)
+def _number(name: str, text: str, default: str, metavar: str = "X", **limits: Any) -> Any:
+    return typer.Option(
+        name, metavar=metavar, help=text, show_default=default, callback=finite, **limits
+    )
 
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A .gguf file (part 1 of a split).")]
 NCtx = Annotated[
     int,
-    typer.Option("--n-ctx", "-c", min=0, help="Context in tokens. 0: the model's own."),
+    typer.Option(
+        "--n-ctx", "-c", metavar="N", min=0, help="Context in tokens. 0: the model's own."
+    ),
 ]
 Device = Annotated[
     str,
     typer.Option(
-        "--device", metavar="auto|cuda|cuda:N|cpu", callback=device_name, help="Where it runs."
+        "--device", metavar="DEVICE", callback=device_name, help="auto, cuda, cuda:N or cpu."
     ),
 ]
-KV = Annotated[KVType, typer.Option("--kv-type", help="Numbers in the KV cache.")]
+KV = Annotated[KVType, typer.Option("--kv-type", metavar="TYPE", help="KV cache in f16 or f32.")]
 ChatTemplate = Annotated[
     str | None,
     typer.Option(
@@ -87,7 +91,10 @@ Verbose = Annotated[
 System = Annotated[
     str | None,
     typer.Option(
-        "--system", help="System message.", show_default="what the model's template decides"
+        "--system",
+        metavar="TEXT",
+        help="System message.",
+        show_default="what the model's template decides",
     ),
 ]
 MaxTokens = Annotated[
@@ -95,6 +102,7 @@ MaxTokens = Annotated[
     typer.Option(
         "--max-tokens",
         "-n",
+        metavar="N",
         min=1,
         help="Most tokens of an answer.",
         show_default="the room that is left",
@@ -113,7 +121,7 @@ Temperature = Annotated[
     float | None, _number("--temp", "Temperature. 0: the most likely token.", "0.8", min=0.0)
 ]
 TopK = Annotated[
-    int | None, _number("--top-k", "Keep the K most likely tokens. 0: off.", "40", min=0)
+    int | None, _number("--top-k", "Keep the K most likely tokens. 0: off.", "40", "K", min=0)
 ]
 TopP = Annotated[
     float | None,
@@ -144,6 +152,7 @@ Seed = Annotated[
     int | None,
     typer.Option(
         "--seed",
+        metavar="N",
         min=0,
         max=2**64 - 1,
         help="Seed of the random numbers.",

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = ("generate", "chat", "info", "bench")
 CPU = ("--device", "cpu", "--n-ctx", "256")
 GREEDY = (*CPU, "--temp", "0", "-n", "6")
+PROMPT = "\x1b[?2004h"  # bracketed paste on: the editor reads keys from here on
 
 
 @pytest.fixture(scope="session")
@@ -87,7 +89,7 @@ def test_help_imports_nothing_heavy():
         "print(*{name.split('.')[0] for name in sys.modules})"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    heavy = {"numpy", "cupy", "cuda", "tokenizers", "minijinja", "prompt_toolkit", "gguf"}
+    heavy = {"numpy", "cupy", "tokenizers", "minijinja", "prompt_toolkit", "gguf"}
     heavy |= {"huggingface_hub", "rich"}
     assert done.returncode == 0, done.stderr
     assert heavy & set(done.stdout.split()) == set()
@@ -482,6 +484,65 @@ def test_ctrl_c_stops_a_reply_keeps_it_and_the_next_turn_goes_on(model, tmp_path
     reply = json.loads(session.read_text())[1]
     assert reply["role"] == "assistant"
     assert reply["content"]
+
+
+class Terminal:
+    """`minfer chat` on a pseudo-terminal."""
+
+    def __init__(self, model):
+        pty = pytest.importorskip("pty")
+        self.controller, user = pty.openpty()
+        streams = {"stdin": user, "stdout": user, "stderr": user}
+        environment = {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
+        self.process = process("chat", model, *GREEDY, **streams, env=environment,
+                               start_new_session=True)  # fmt: skip
+        os.close(user)
+        self.seen = ""
+
+    def wait_for(self, text, count=1):
+        """Read until `text` was printed `count` times."""
+        while self.seen.count(text) < count:
+            ready, _, _ = select.select([self.controller], [], [], 30)
+            assert ready, f"{text!r} did not come: {self.seen!r}"
+            self.seen += os.read(self.controller, 4096).decode(errors="replace")
+
+    def type(self, keys):
+        os.write(self.controller, keys)
+
+    def exit_code(self):
+        """Of the process, whose last output is read away."""
+        while self.process.poll() is None:
+            ready, _, _ = select.select([self.controller], [], [], 1)
+            try:
+                if ready:
+                    os.read(self.controller, 4096)
+            except OSError:  # the other end is closed
+                self.process.wait(60)
+        os.close(self.controller)
+        return self.process.returncode
+
+
+def test_on_a_terminal_ctrl_c_twice_at_the_prompt_leaves_with_130(model):
+    terminal = Terminal(model)
+    terminal.wait_for(PROMPT)
+    terminal.type(b"hello\r")
+    terminal.wait_for(PROMPT, 2)
+    terminal.type(b"\x03")
+    terminal.wait_for(PROMPT, 3)
+    assert "again" in terminal.seen
+    terminal.type(b"\x03")
+    assert terminal.exit_code() == 130
+    assert "Traceback" not in terminal.seen
+
+
+def test_on_a_terminal_ctrl_d_leaves_with_0_and_pasted_lines_are_one_message(model):
+    terminal = Terminal(model)
+    terminal.wait_for(PROMPT)
+    terminal.type(b"\x1b[200~hello\nworld\x1b[201~\r")
+    terminal.wait_for(PROMPT, 2)
+    terminal.type(b"\x04")
+    assert terminal.exit_code() == 0
+    assert terminal.seen.count("stopped: ") == 1
 
 
 # bench
