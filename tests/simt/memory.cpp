@@ -9,7 +9,6 @@
 #include "runtime.h"
 
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include <vector>
@@ -55,7 +54,6 @@ std::vector<uint64_t> shared_words;
 uint64_t fence_epoch;  // of the block's last __threadfence, 0: none
 bool acquired;         // the block has done an atomic on global memory
 
-enum Access { kRead, kWrite, kAtomicUpdate, kVolatile };
 struct Visit {
     Access access;
     uint64_t address;
@@ -168,7 +166,7 @@ void visit(const Visit& v, Region& region) {
     if (at < region.first) region.first = at;
     if (at + v.bytes > region.last) region.last = at + v.bytes;
     const bool writing = v.access == kWrite || v.access == kAtomicUpdate;
-    const uint64_t flag = v.access == kAtomicUpdate ? kAtomic : 0ull;
+    const uint64_t flag = v.access == kAtomicUpdate ? uint64_t{kAtomic} : 0;
     uint64_t last_w = 0, last_r = 0, next_r = 0;
     for (unsigned i = 0; i < v.bytes; ++i) {
         const uint64_t w = writes[i], r = reads[i];
@@ -231,16 +229,16 @@ void check(const Fibre& self, uint64_t address, unsigned bytes, Access access, b
     }
 }
 
-void hook(const void* address, unsigned bytes, Access access, bool aligned, void* frame) {
-    if (g.current && g.launch.checked)
-        check(*g.current, reinterpret_cast<uint64_t>(address), bytes, access, aligned, frame);
+// The launch ends when the running fibre next waits.
+void too_long(const char* what, uint64_t most) {
+    if (!g.launch.checked) return;
+    g.fault->kind = kForbidden;
+    snprintf(g.fault->text, sizeof g.fault->text, "more than %d %s in a launch with checks",
+             static_cast<int>(most), what);
 }
 
 void next_epoch() {
-    if (++g.epoch >= kEpochs) {
-        fprintf(stderr, "simt: a launch of more than %d barrier intervals\n", static_cast<int>(kEpochs));
-        abort();
-    }
+    if (++g.epoch >= kEpochs) too_long("barrier intervals", kEpochs);
     for (int w = 0; w * kWarpSize < g.threads; ++w) {
         WarpClock& clock = g.clocks[w];
         clock.now = clock.known_to_all = 0;
@@ -249,6 +247,11 @@ void next_epoch() {
     }
 }
 }  // namespace
+
+void hook(const void* address, unsigned bytes, Access access, bool aligned, void* frame) {
+    if (g.current && g.launch.checked)
+        check(*g.current, reinterpret_cast<uint64_t>(address), bytes, access, aligned, frame);
+}
 
 void memory_begin_launch() {
     const SimtLaunch& launch = g.launch;
@@ -299,10 +302,7 @@ void memory_after_barrier() { next_epoch(); }
 
 void memory_after_warp_barrier(int warp, unsigned mask) {
     WarpClock& clock = g.clocks[warp];
-    if (++clock.now >= kTimes) {
-        fprintf(stderr, "simt: more than %d __syncwarps between two barriers\n", static_cast<int>(kTimes));
-        abort();
-    }
+    if (++clock.now >= kTimes) too_long("__syncwarps between barriers", kTimes);
     const int lanes = g.threads - warp * kWarpSize;
     if (mask == (lanes >= kWarpSize ? 0xffffffffu : (1u << lanes) - 1)) {
         clock.known_to_all = clock.now;
@@ -318,11 +318,6 @@ void memory_after_warp_barrier(int warp, unsigned mask) {
         }
     for (int l = 0; l < kWarpSize; ++l)
         if (mask >> l & 1) memcpy(clock.known[l], joined, sizeof joined);
-}
-
-void check_shared_read(const Fibre& fibre, const void* address, int bytes, void* frame) {
-    if (g.launch.checked)
-        check(fibre, reinterpret_cast<uint64_t>(address), static_cast<unsigned>(bytes), kRead, true, frame);
 }
 
 // ---- cp.async -------------------------------------------------------------------------------------------
@@ -356,64 +351,4 @@ extern "C" void simt_copy_async_wait(int pending) {
 extern "C" void simt_fence() { fence_epoch = g.epoch; }
 extern "C" void simt_atomic(const void* address, int bytes) {
     hook(address, static_cast<unsigned>(bytes), kAtomicUpdate, true, __builtin_frame_address(0));
-}
-
-// ---- what -fsanitize=thread calls -------------------------------------------------------------------------------
-#define HOOK(name, bytes, access, aligned) \
-    extern "C" void name(void* p) { hook(p, bytes, access, aligned, __builtin_frame_address(0)); }
-#define HOOKS(bytes)                                                  \
-    HOOK(__tsan_read##bytes, bytes, kRead, true)                      \
-    HOOK(__tsan_write##bytes, bytes, kWrite, true)                    \
-    HOOK(__tsan_unaligned_read##bytes, bytes, kRead, false)           \
-    HOOK(__tsan_unaligned_write##bytes, bytes, kWrite, false)         \
-    HOOK(__tsan_volatile_read##bytes, bytes, kVolatile, true)         \
-    HOOK(__tsan_volatile_write##bytes, bytes, kAtomicUpdate, true)    \
-    HOOK(__tsan_unaligned_volatile_read##bytes, bytes, kVolatile, false) \
-    HOOK(__tsan_unaligned_volatile_write##bytes, bytes, kAtomicUpdate, false)
-HOOKS(1)
-HOOKS(2)
-HOOKS(4)
-HOOKS(8)
-HOOKS(16)
-extern "C" void __tsan_read_range(void* p, unsigned long bytes) {
-    hook(p, static_cast<unsigned>(bytes), kRead, false, __builtin_frame_address(0));
-}
-extern "C" void __tsan_write_range(void* p, unsigned long bytes) {
-    hook(p, static_cast<unsigned>(bytes), kWrite, false, __builtin_frame_address(0));
-}
-extern "C" void __tsan_init() {}
-extern "C" void __tsan_func_entry(void*) {}
-extern "C" void __tsan_func_exit() {}
-
-// ---- what -fsanitize=alignment,bounds calls; the structures are the compiler's ---------------------------------
-struct Location {
-    const char* file;
-    uint32_t line, column;
-};
-struct TypeMismatch {
-    Location location;
-    void* type;
-    unsigned char log_alignment, check_kind;
-};
-extern "C" void __ubsan_handle_type_mismatch_v1(TypeMismatch* data, void* address) {
-    if (!g.current) return;
-    g.fault->address = reinterpret_cast<uint64_t>(address);
-    stop(kMisaligned, __builtin_frame_address(0), "access at an address that is not a multiple of %d",
-         1 << data->log_alignment);
-}
-extern "C" void __ubsan_handle_out_of_bounds(void*, void* index) {
-    if (!g.current) return;
-    stop(kOutOfBounds, __builtin_frame_address(0), "index %lld outside of an array",
-         static_cast<long long>(reinterpret_cast<intptr_t>(index)));
-}
-
-// memcpy and memset of the kernel library, by the linker's --wrap.
-extern "C" void* __wrap_memcpy(void* to, const void* from, unsigned long bytes) {
-    hook(from, static_cast<unsigned>(bytes), kRead, false, __builtin_frame_address(0));
-    hook(to, static_cast<unsigned>(bytes), kWrite, false, __builtin_frame_address(0));
-    return memcpy(to, from, bytes);
-}
-extern "C" void* __wrap_memset(void* to, int value, unsigned long bytes) {
-    hook(to, static_cast<unsigned>(bytes), kWrite, false, __builtin_frame_address(0));
-    return memset(to, value, bytes);
 }

@@ -90,10 +90,19 @@ constexpr uint64_t kStackBytes = 256 << 10;
 [[noreturn]] void stop(FaultKind kind, void* frame, const char* format, ...);
 void walk_frames(void* frame, uint64_t* out);
 
+// fibres.cpp: until another fibre makes this one ready. `frame` is for the report of a deadlock.
+void wait(State state, const char* what, const char* file, int line, void* frame);
+bool same_place(const Fibre& fibre, const char* file, int line);
+const char* base_name(const char* path);
+
+// collectives.cpp
+void forget_meetings();
+
 // memory.cpp
+enum Access { kRead, kWrite, kAtomicUpdate, kVolatile };
+void hook(const void* address, unsigned bytes, Access access, bool aligned, void* frame);
 void memory_begin_launch();
 void memory_begin_block();
 void memory_end_launch();
 void memory_after_barrier();
 void memory_after_warp_barrier(int warp, unsigned mask);
-void check_shared_read(const Fibre& fibre, const void* address, int bytes, void* frame);
