@@ -70,8 +70,8 @@ def perplexity(
 ) -> None:
     """Measure how well a model predicts a text, or how far its predictions are from a base's.
 
-    The text is cut into chunks and the second half of each is scored, as llama-perplexity does; the
-    files of saved predictions are the same. A chunk of 512 tokens takes 78 MB of such a file.
+    The text is cut into chunks and the second half of each is scored. Chunks, statistics and files
+    of saved predictions are those of llama-perplexity. A chunk of 512 tokens takes 78 MB of a file.
 
     Example: minfer perplexity model.gguf -f text.txt --chunks 20 --save-logits base.bin
     """
@@ -153,9 +153,7 @@ def _measure(
         return _watch(measure.perplexity(rows, chunks, writer.add), len(chunks))
 
 
-def _watch(
-    estimates: Iterator[Perplexity] | Iterator[Comparison], n_chunks: int
-) -> Perplexity | Comparison:
+def _watch(estimates: Iterator[Perplexity | Comparison], n_chunks: int) -> Perplexity | Comparison:
     """The last estimate; all of them are shown on stderr as they come, on a terminal with a bar."""
     start = time.perf_counter()
     terminal = sys.stderr.isatty()
