@@ -1,56 +1,98 @@
 // One row of activations times quantised matrices: the linear layers of a decode step.
-//   matvec<Q>              y = W x (+ bias) (+ residual)
-//   matvec_gate_up<Q>      q8 (and float32) of silu(Wg x) * (Wu x)
-//   matvec_qkv<Qq,Qk,Qv,KV>  the three projections, biases, RoPE and the KV store
-// Shapes  W (N, K) in records (layout 2, quants.cuh), x one q8 row (layout 1), y (N) float.
-// Split   `segments` warps share a strip of 8 rows, each a fixed range of its records, so that the
-//         order of the sum depends on K and the type alone: fused or not, on any card, equal bits.
-//         A block owns a contiguous share of strips; its warps stream them without a barrier, the
-//         partial sums meet in shared memory once, at the end.
-// Launch  grid = blocks (each with at most ceil(units / grid) units), block = 512, dynamic shared =
-//         32 * strips * segments + 1.125 Kp (+ Kp / 4 where the type has minima) bytes.
+//   matvec<Q, In>              y = W x (+ bias) (+ residual)
+//   matvec_gate_up<Q, In>      q8 (and float32) of silu(Wg x) * (Wu x)
+//   matvec_qkv<Qq,Qk,Qv,KV,In> the three projections, biases, RoPE and the KV store
+// Shapes  W (N, K) in records (layout 2, quants.cuh), y (N) float. The input x is, by In,
+//         Quantised  one q8 row (layout 1), or
+//         Normed     a float row and an RMSNorm weight: every block norms and quantises it itself, the
+//                    bits of norm.cu (a launch of its own costs 1.5 us more than 132 blocks doing it).
+// Split   a strip of 8 rows is cut along K into parts of `part_records` records; partial sums meet in
+//         shared memory once, at the end, and are added in order of K. The order depends on K and the
+//         type alone: fused or not, on any card, equal bits. A block owns a contiguous share of
+//         strips; its warps take (strip, part) tasks in turn and stream them without a barrier.
+// Launch  block = 320, grid = blocks that share the units, dynamic shared: kernels/matvec.py.
 // Bytes   N * K / kBlock * kRaw, read once. Q4_K 18944 x 3584: 38.2 MB, 8.9 us at 4.3 TB/s (H200).
-//         In flight: 16 warps x kDepth records' lanes, about 32 KB a block.
-// Why not one row per block (as is common): its last reduction and its launch cost more than its
-//         2 KB; why not the input quantised here: every block would repeat it (gpu.md: +1 us a phase).
+//         In flight: 10 warps x kDepth records, about 30 KB a block.
+// Why not one row per block (as is common): its last reduction and its launch cost more than its 2 KB.
+#include "norm.cuh"
 #include "q8.cuh"
 #include "quants.cuh"
 #include "rope.cuh"
 
-constexpr int kThreads = 384;  // twice on an SM: 80 registers a thread
+constexpr int kThreads = kNormThreads;  // twice on an SM: 96 registers a thread
 constexpr int kWarps = kThreads / kWarp;
 
-// One q8 row as the blocks read it from shared memory.
-struct SharedRow {
-    const uint4* qs;    // (Kp / 16)
-    const float4* d;    // (Kp / 128): scale / kMul of the four groups of a chunk
-    const float2* sum;  // (Kp / 32): d * sum of values 0-15, 16-31; types with minima only
+struct Input {
+    const int8_t* qs;      // Quantised: (Kp), ds (Kp / 32)
+    const GroupScale* ds;
+    const float *x, *weight;  // Normed: (K) each
+    float eps;
+    int k, part_records;
 };
 
-// Copy a q8 row to shared memory at `to`; all threads of the block, ends with a barrier.
-template <class Q>
-__device__ SharedRow share_row(const int8_t* qs, const GroupScale* ds, int chunks, char* to) {
-    uint4* q = reinterpret_cast<uint4*>(to);
-    float* d = reinterpret_cast<float*>(to + chunks * 128);
-    float2* sum = reinterpret_cast<float2*>(d + chunks * 4);
-    for (int i = threadIdx.x; i < chunks * 8; i += kThreads) q[i] = reinterpret_cast<const uint4*>(qs)[i];
-    for (int i = threadIdx.x; i < chunks * 4; i += kThreads) {
-        GroupScale s = ds[i];
-        d[i] = __fmul_rn(s.d, 1.0f / Q::kMul);
+// One q8 row as the warps read it from shared memory.
+struct SharedRow {
+    uint32_t* qs;  // (Kp / 4)
+    float* d;      // (Kp / 32): scale / kMul
+    float2* sum;   // (Kp / 32): d * sum of values 0-15, 16-31; types with minima only
+
+    __device__ SharedRow(char* memory, int chunks)
+        : qs(reinterpret_cast<uint32_t*>(memory)), d(reinterpret_cast<float*>(memory + chunks * 128)),
+          sum(reinterpret_cast<float2*>(d + chunks * 4)) {}
+
+    template <class Q>
+    __device__ void put_scale(int group, const GroupScale& s) {
+        d[group] = __fmul_rn(s.d, 1.0f / Q::kMul);
         if (Q::kMin)
-            sum[i] = make_float2(__fmul_rn(s.d, static_cast<float>(s.lo)), __fmul_rn(s.d, static_cast<float>(s.hi)));
+            sum[group] = make_float2(__fmul_rn(s.d, static_cast<float>(s.lo)),
+                                     __fmul_rn(s.d, static_cast<float>(s.hi)));
     }
-    __syncthreads();
-    return SharedRow{q, reinterpret_cast<const float4*>(d), sum};
-}
+};
+
+// How a block gets its row: `before` what may be read before the wait, `share` the rest, ending with a
+// barrier. `scratch` is shared memory that the partial sums will take later.
+struct Quantised {
+    static constexpr bool kScratch = false;
+    __device__ static void before(const Input&, float*) {}
+    template <class Q>
+    __device__ static void share(const Input& in, SharedRow row, int chunks, float*) {
+        for (int i = threadIdx.x; i < chunks * 8; i += kThreads)
+            reinterpret_cast<uint4*>(row.qs)[i] = reinterpret_cast<const uint4*>(in.qs)[i];
+        for (int i = threadIdx.x; i < chunks * 4; i += kThreads) row.put_scale<Q>(i, in.ds[i]);
+        __syncthreads();
+    }
+};
+struct Normed {
+    static constexpr bool kScratch = true;  // the norm's weight (K), the row (K)
+    __device__ static void before(const Input& in, float* scratch) {
+        for (int i = threadIdx.x * 4; i < in.k; i += kThreads * 4)
+            *reinterpret_cast<float4*>(scratch + i) = *reinterpret_cast<const float4*>(in.weight + i);
+    }
+    template <class Q>
+    __device__ static void share(const Input& in, SharedRow row, int chunks, float* scratch) {
+        __shared__ float partial[kWarps];
+        const float rstd = row_rstd(in.x, in.k, in.eps, scratch + in.k, partial);
+        for (int i = threadIdx.x * 4; i < chunks * 128; i += kThreads * 4) {
+            float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if (i < in.k)
+                v = normed(*reinterpret_cast<const float4*>(scratch + in.k + i), rstd,
+                           *reinterpret_cast<const float4*>(scratch + i));
+            const Quad quad = quantize_quad(v);
+            row.qs[q8_word_offset(i) / 4] = quad.word;
+            if ((i & 31) == 0) row.put_scale<Q>(i >> 5, quad.scale);
+        }
+        __syncthreads();
+    }
+};
 
 // acc + the lane's part of one record times the row; `chunk` is the record's first.
 template <class Q>
 __device__ inline float dot_record(const typename Q::Lane& l, const SharedRow& x, int chunk, int t, float acc) {
 #pragma unroll
     for (int c = 0; c < Q::kChunks; ++c) {
-        const uint4 x0 = x.qs[(chunk + c) * 8 + t * 2], x1 = x.qs[(chunk + c) * 8 + t * 2 + 1];
-        const float4 d4 = x.d[chunk + c];
+        const uint4* qs = reinterpret_cast<const uint4*>(x.qs) + (chunk + c) * 8 + t * 2;
+        const uint4 x0 = qs[0], x1 = qs[1];
+        const float4 d4 = reinterpret_cast<const float4*>(x.d)[chunk + c];
         const uint32_t xs[4][2] = {{x0.x, x0.y}, {x0.z, x0.w}, {x1.x, x1.y}, {x1.z, x1.w}};
         const float d[4] = {d4.x, d4.y, d4.z, d4.w};
 #pragma unroll
@@ -78,72 +120,109 @@ __device__ inline float dot_record(const typename Q::Lane& l, const SharedRow& x
     return acc;
 }
 
-// Partial sums of strips [begin, end) of `strips`, which maps a strip to the offset of its first record
-// (in units of 16 bytes): parts[((strip - begin) * segments + segment) * 8 + row]. The first loads start
-// before the wait for the input. Ends with a barrier.
-template <class Q, class Strips>
-__device__ void strip_sums(const Strips& strips, int begin, int end, const int8_t* qs, const GroupScale* ds,
-                           int k, int segments, float* parts, char* row_memory) {
+// A warp's tasks: part `part` of strip `strip`, counted from the block's first; kWarps tasks a step.
+struct Task {
+    int strip, part;
+    __device__ void advance(int parts) {
+        part += kWarps;
+        while (part >= parts) part -= parts, ++strip;
+    }
+};
+
+// Partial sums of strips [begin, end): sums[((strip - begin) * parts + part) * 8 + row]. `strips` maps
+// a strip to its matrix and the offset of its first record (in units of 16 bytes). The first loads
+// start before the wait for the input. `epilogue.early` and `.late` may load what the end will need:
+// after the wait, and once more when that has arrived. Ends with a barrier.
+template <class Q, class In, class Strips, class Epilogue>
+__device__ void strip_sums(const Strips& strips, int begin, int end, const Input& in, float* sums, char* row_memory,
+                           Epilogue& epilogue) {
     constexpr int kDepth = Q::kDepth;  // records in flight a lane
     const int lane = threadIdx.x % kWarp;
     const int warp = __shfl_sync(kFull, threadIdx.x / kWarp, 0);  // the same for all lanes, and known to be
-    const int records = ceil_div(k, Q::kRecK), segment = warp % segments, step = kWarps / segments;
-    const int first = segment * records / segments, length = (segment + 1) * records / segments - first;
+    const int records = ceil_div(in.k, Q::kRecK), parts = ceil_div(records, in.part_records);
+    const int count = end - begin;
+    auto length = [&](int part) { return min(in.part_records, records - part * in.part_records); };
+    auto offset = [&](const Task& task) {
+        return strips.offset(begin + task.strip) + task.part * in.part_records * (Q::kRecord / 16);
+    };
 
     // the load side runs kDepth records ahead of the use side
-    int load_strip = begin + warp / segments, load_left = length;
-    uint32_t load_at = load_strip < end ? strips.offset(load_strip) + first * (Q::kRecord / 16) : 0;
+    Task ahead{0, warp};
+    ahead.part -= kWarps;
+    ahead.advance(parts);
+    Task task = ahead;
+    int left = 0;
+    uint32_t at = 0;
+    if (ahead.strip < count) left = length(ahead.part), at = offset(ahead);
     auto load = [&](typename Q::Lane& l) {
-        if (load_strip >= end) return;
-        l = Q::template load<Streamed>(strips.base(load_strip) + load_at * 16ull, lane);
-        load_at += Q::kRecord / 16;
-        if (--load_left == 0) {
-            load_left = length, load_strip += step;
-            if (load_strip < end) load_at = strips.offset(load_strip) + first * (Q::kRecord / 16);
+        if (ahead.strip >= count) return;
+        l = Q::template load<Streamed>(strips.base(begin + ahead.strip) + at * 16ull, lane);
+        at += Q::kRecord / 16;
+        if (--left == 0) {
+            ahead.advance(parts);
+            if (ahead.strip < count) left = length(ahead.part), at = offset(ahead);
         }
     };
     typename Q::Lane ring[kDepth];
 #pragma unroll
     for (int i = 0; i < kDepth; ++i) load(ring[i]);
+    In::before(in, sums);
     pdl_wait();
-    const SharedRow x = share_row<Q>(qs, ds, records * Q::kChunks, row_memory);
+    epilogue.early();
+    const SharedRow row(row_memory, records * Q::kChunks);
+    In::template share<Q>(in, row, records * Q::kChunks, sums);
+    epilogue.late();
 
     float acc = 0.0f;
-    int record = first;
-    float* part = parts + (warp / segments * segments + segment) * 8;  // of the strip at hand
-    for (int strip = begin + warp / segments; strip < end;) {
+    int record = task.part * in.part_records, rest = length(task.part);
+    while (task.strip < count) {
 #pragma unroll
         for (int i = 0; i < kDepth; ++i) {
-            if (strip >= end) break;
-            acc = dot_record<Q>(ring[i], x, record * Q::kChunks, lane & 3, acc);
+            if (task.strip >= count) break;
+            acc = dot_record<Q>(ring[i], row, record * Q::kChunks, lane & 3, acc);
             load(ring[i]);
-            if (++record == first + length) {
+            ++record;
+            if (--rest == 0) {
                 acc = __fadd_rn(acc, __shfl_xor_sync(kFull, acc, 1));
                 acc = __fadd_rn(acc, __shfl_xor_sync(kFull, acc, 2));
-                if ((lane & 3) == 0) part[lane >> 2] = acc;
-                part += kWarps * 8;
-                acc = 0.0f, record = first, strip += step;
+                if ((lane & 3) == 0) sums[(task.strip * parts + task.part) * 8 + (lane >> 2)] = acc;
+                task.advance(parts);
+                acc = 0.0f, record = task.part * in.part_records, rest = length(task.part);
             }
         }
     }
     __syncthreads();
 }
 
-// Row `row` (counted from the block's first strip) of what strip_sums left: segments in order.
-__device__ inline float row_sum(const float* parts, int segments, int row) {
-    const float* p = parts + (row >> 3) * segments * 8 + (row & 7);
+// Row `row`, counted from the block's first, of what strip_sums left.
+template <class Q>
+__device__ inline float row_sum(const float* sums, const Input& in, int row) {
+    const int parts = ceil_div(ceil_div(in.k, Q::kRecK), in.part_records);
+    const float* p = sums + (row >> 3) * parts * 8 + (row & 7);
     float sum = p[0];
-    for (int s = 1; s < segments; ++s) sum = __fadd_rn(sum, p[s * 8]);
+    for (int i = 1; i < parts; ++i) sum = __fadd_rn(sum, p[i * 8]);
     return sum;
 }
 
-// A block's share of `units`: [begin, end).
+// A block's share of `units`: [begin, end), of ceil or floor of the mean.
 struct Share {
     int begin, end;
 };
 __device__ inline Share share_of(int units, int block, int blocks) {
-    int each = ceil_div(units, blocks);
-    return Share{min(block * each, units), min((block + 1) * each, units)};
+    return Share{static_cast<int>(static_cast<int64_t>(units) * block / blocks),
+                 static_cast<int>(static_cast<int64_t>(units) * (block + 1) / blocks)};
+}
+// Where the row lies in shared memory: behind the sums, and behind what the input's sharing takes.
+template <class Q, class In>
+__device__ inline char* row_memory(const Input& in, int most_strips) {
+    const int parts = ceil_div(ceil_div(in.k, Q::kRecK), in.part_records);
+    int bytes = most_strips * parts * 32;
+    if (In::kScratch) bytes = max(bytes, in.k * 8);
+    return shared_bytes() + bytes;
+}
+template <class Q>
+__device__ inline uint32_t strip_size(const Input& in) {
+    return ceil_div(in.k, Q::kRecK) * (Q::kRecord / 16);
 }
 
 struct PlainStrips {
@@ -152,30 +231,50 @@ struct PlainStrips {
     __device__ const uint8_t* base(int) const { return w; }
     __device__ uint32_t offset(int strip) const { return strip * strip_size; }
 };
-template <class Q>
-__device__ inline uint32_t strip_size(int k) {
-    return ceil_div(k, Q::kRecK) * (Q::kRecord / 16);
-}
 
-template <class Q>
-__global__ void __launch_bounds__(kThreads, 2)
-matvec(const uint8_t* w, const int8_t* qs, const GroupScale* ds, const float* bias, const float* residual,
-       float* y, int n, int k, int segments) {
+struct Output {
+    const float *bias, *residual;  // (N); null: none
+    float* y;                      // (N)
+    int n;
+};
+// The first row of a thread waits for nothing at the end: its addends are loaded early, and kept in
+// shared memory (`kept`, one float a thread) rather than in registers that the main loop needs.
+struct AddedRow {
+    const Output& out;
+    float* kept;
+    int row;
+    bool inside;
+    float residual = 0.0f;
+    __device__ AddedRow(const Output& o, float* k, int row_, bool inside_) : out(o), kept(k), row(row_), inside(inside_) {}
+    __device__ void early() {
+        if (inside && out.residual) residual = out.residual[row];
+    }
+    __device__ void late() { kept[threadIdx.x] = residual; }
+    __device__ void store(float sum) const {
+        if (out.bias) sum = __fadd_rn(sum, out.bias[row]);
+        if (out.residual) sum = __fadd_rn(kept[threadIdx.x], sum);
+        out.y[row] = sum;
+    }
+};
+
+template <class Q, class In>
+__global__ void __launch_bounds__(kThreads, 2) matvec(const uint8_t* w, Input in, Output out) {
     pdl_trigger();
-    float* parts = reinterpret_cast<float*>(shared_bytes());
-    const int strips = ceil_div(n, 8);
+    float* sums = reinterpret_cast<float*>(shared_bytes());
+    const int strips = ceil_div(out.n, 8);
     const Share mine = share_of(strips, blockIdx.x, gridDim.x);
-    const int most = ceil_div(strips, gridDim.x);
-    const PlainStrips rows{w, strip_size<Q>(k)};
-    strip_sums<Q>(rows, mine.begin, mine.end, qs, ds, k, segments, parts,
-                  shared_bytes() + most * segments * 32);
-    for (int r = threadIdx.x; r < (mine.end - mine.begin) * 8; r += kThreads) {
-        const int row = mine.begin * 8 + r;
-        if (row >= n) break;
-        float v = row_sum(parts, segments, r);
-        if (bias) v = __fadd_rn(v, bias[row]);
-        if (residual) v = __fadd_rn(residual[row], v);
-        y[row] = v;
+    const int row0 = mine.begin * 8, rows = min(mine.end * 8, out.n) - row0;
+    const PlainStrips plain{w, strip_size<Q>(in)};
+    __shared__ float kept[kThreads];
+    AddedRow first(out, kept, row0 + threadIdx.x, static_cast<int>(threadIdx.x) < rows);
+    strip_sums<Q, In>(plain, mine.begin, mine.end, in, sums,
+                      row_memory<Q, In>(in, ceil_div(strips, gridDim.x)), first);
+    if (first.inside) first.store(row_sum<Q>(sums, in, threadIdx.x));
+    for (int r = threadIdx.x + kThreads; r < rows; r += kThreads) {
+        AddedRow added(out, kept, row0 + r, true);
+        added.early();
+        added.late();
+        added.store(row_sum<Q>(sums, in, r));
     }
 }
 
@@ -190,21 +289,24 @@ struct GateUpStrips {
         return min((strip >> 3) * 4 + (strip & 3), strips - 1) * strip_size;
     }
 };
+struct Nothing {
+    __device__ void early() {}
+    __device__ void late() {}
+};
 
 //   gate, up (N, K)   qs_out (Np), ds_out (Np / 32): q8 row of N values, y (N) float; null: not written
 // Launch as matvec, units of 32 neurons (8 strips), Np / 32 of them.
-template <class Q>
+template <class Q, class In>
 __global__ void __launch_bounds__(kThreads, 2)
-matvec_gate_up(const uint8_t* gate, const uint8_t* up, const int8_t* qs, const GroupScale* ds, int8_t* qs_out,
-               GroupScale* ds_out, float* y, int n, int k, int segments) {
+matvec_gate_up(const uint8_t* gate, const uint8_t* up, Input in, int8_t* qs_out, GroupScale* ds_out, float* y, int n) {
     pdl_trigger();
-    float* parts = reinterpret_cast<float*>(shared_bytes());
+    float* sums = reinterpret_cast<float*>(shared_bytes());
     const int units = ceil_div(n, 128) * 4;
     const Share mine = share_of(units, blockIdx.x, gridDim.x);
-    const int most = ceil_div(units, gridDim.x) * 8;
-    const GateUpStrips rows{gate, up, strip_size<Q>(k), ceil_div(n, 8)};
-    strip_sums<Q>(rows, mine.begin * 8, mine.end * 8, qs, ds, k, segments, parts,
-                  shared_bytes() + most * segments * 32);
+    const GateUpStrips strips{gate, up, strip_size<Q>(in), ceil_div(n, 8)};
+    Nothing nothing;
+    strip_sums<Q, In>(strips, mine.begin * 8, mine.end * 8, in, sums,
+                      row_memory<Q, In>(in, ceil_div(units, gridDim.x) * 8), nothing);
     // eight lanes a unit, four neurons a lane; whole warps stay together for quantize4
     const int lane = threadIdx.x % 8;
     for (int base = 0; base < mine.end - mine.begin; base += kThreads / 8) {
@@ -215,7 +317,7 @@ matvec_gate_up(const uint8_t* gate, const uint8_t* up, const int8_t* qs, const G
         for (int i = 0; i < 4; ++i) {
             if (!inside || neuron + i >= n) continue;
             const int r = unit * 64 + lane * 4 + i;
-            v[i] = swiglu_value(row_sum(parts, segments, r), row_sum(parts, segments, r + 32));
+            v[i] = swiglu_value(row_sum<Q>(sums, in, r), row_sum<Q>(sums, in, r + 32));
             if (y) y[neuron + i] = v[i];
         }
         if (qs_out) quantize4(make_float4(v[0], v[1], v[2], v[3]), neuron, inside, qs_out, ds_out);
@@ -225,14 +327,13 @@ matvec_gate_up(const uint8_t* gate, const uint8_t* up, const int8_t* qs, const G
 struct QkvArguments {
     const uint8_t* w[3];    // q (H*E, K), k (G*E, K), v (G*E, K)
     const float* bias[3];   // (H*E), (G*E), (G*E)
-    const int8_t* qs;       // (Kp)
-    const GroupScale* ds;   // (Kp / 32)
+    Input in;
     const float2* rope;     // (S, E/2) cos, sin
     const int* position;    // of this token
     float* q;               // (H*E)
     void *k_cache, *v_cache;  // (S, G, E) of this layer
-    int k, heads, kv_heads, head_dim, context;
-    int segments[3];
+    int heads, kv_heads, head_dim, context;
+    int part_records[3];
     int blocks[3];          // of the grid, for q, k, v
 };
 
@@ -249,49 +350,73 @@ struct HeadStrips {
     __device__ uint32_t offset(int strip) const { return strip_of(strip) * strip_size; }
 };
 
-template <class Q, class KV>
-__device__ void project_heads(const QkvArguments& a, int which, int block) {
-    float* parts = reinterpret_cast<float*>(shared_bytes());
-    const int e = a.head_dim, heads = which == 0 ? a.heads : a.kv_heads;
-    const int units = heads * e / 16, segments = a.segments[which];
-    const Share mine = share_of(units, block, a.blocks[which]);
-    const int most = ceil_div(units, a.blocks[which]) * 2;
-    const HeadStrips rows{a.w[which], strip_size<Q>(a.k), e / 8};
-    strip_sums<Q>(rows, mine.begin * 2, mine.end * 2, a.qs, a.ds, a.k, segments, parts,
-                  shared_bytes() + most * segments * 32);
-    const int position = *a.position;
-    for (int i = threadIdx.x; i < (mine.end - mine.begin) * 8; i += kThreads) {
-        const int first = rows.strip_of((mine.begin + i / 8) * 2) * 8 + i % 8, second = first + e / 2;
-        float2 v = make_float2(row_sum(parts, segments, i / 8 * 16 + i % 8),
-                               row_sum(parts, segments, i / 8 * 16 + 8 + i % 8));
-        const float *bias = a.bias[which];
-        if (which == 2) {
-            v = make_float2(__fadd_rn(v.x, bias[first]), __fadd_rn(v.y, bias[second]));
-        } else {
-            const float2 cs = a.rope[static_cast<int64_t>(position) * (e / 2) + first % e];
-            v = rope_pair(v.x, v.y, bias[first], bias[second], cs);
-        }
+// A thread's pair of rows (first, first + E/2) of q, k or v.
+template <class KV>
+struct HeadPair {
+    const QkvArguments& a;
+    int which, first, position = 0;
+    bool inside;
+    float2 bias = {0.0f, 0.0f}, cs = {1.0f, 0.0f};
+    __device__ HeadPair(const QkvArguments& args, int which_, int first_, bool inside_)
+        : a(args), which(which_), first(first_), inside(inside_) {
+        if (inside) bias = make_float2(a.bias[which][first], a.bias[which][first + a.head_dim / 2]);
+    }
+    __device__ void early() { position = *a.position; }
+    __device__ void late() {
+        if (inside && which != 2) cs = a.rope[static_cast<int64_t>(position) * (a.head_dim / 2) + first % a.head_dim];
+    }
+    __device__ void store(float x0, float x1) const {
+        const int second = first + a.head_dim / 2;
+        float2 v = which == 2 ? make_float2(__fadd_rn(x0, bias.x), __fadd_rn(x1, bias.y))
+                              : rope_pair(x0, x1, bias.x, bias.y, cs);
         if (which == 0) {
             a.q[first] = v.x, a.q[second] = v.y;
         } else if (position < a.context) {
             KV* cache = static_cast<KV*>(which == 1 ? a.k_cache : a.v_cache) +
-                        static_cast<int64_t>(position) * a.kv_heads * e;
+                        static_cast<int64_t>(position) * a.kv_heads * a.head_dim;
             store_kv(cache + first, v.x);
             store_kv(cache + second, v.y);
         }
     }
+};
+
+template <class Q, class KV, class In>
+__device__ void project_heads(const QkvArguments& a, int which, int block) {
+    float* sums = reinterpret_cast<float*>(shared_bytes());
+    Input in = a.in;
+    in.part_records = a.part_records[which];
+    const int units = (which == 0 ? a.heads : a.kv_heads) * a.head_dim / 16;
+    const Share mine = share_of(units, block, a.blocks[which]);
+    const HeadStrips strips{a.w[which], strip_size<Q>(in), a.head_dim / 8};
+    auto pair = [&](int i) {
+        const bool inside = i < (mine.end - mine.begin) * 8;
+        return HeadPair<KV>(a, which, strips.strip_of((mine.begin + i / 8) * 2) * 8 + i % 8, inside);
+    };
+    auto finish = [&](const HeadPair<KV>& p, int i) {
+        p.store(row_sum<Q>(sums, in, i / 8 * 16 + i % 8), row_sum<Q>(sums, in, i / 8 * 16 + 8 + i % 8));
+    };
+    HeadPair<KV> mine_first = pair(threadIdx.x);
+    strip_sums<Q, In>(strips, mine.begin * 2, mine.end * 2, in, sums,
+                      row_memory<Q, In>(in, ceil_div(units, a.blocks[which]) * 2), mine_first);
+    if (mine_first.inside) finish(mine_first, threadIdx.x);
+    for (int i = threadIdx.x + kThreads; i < (mine.end - mine.begin) * 8; i += kThreads) {
+        HeadPair<KV> p = pair(i);
+        p.early();
+        p.late();
+        finish(p, i);
+    }
 }
 
 // Launch  grid = blocks[0] + blocks[1] + blocks[2], units of 16 rows; the rest as matvec.
-template <class Qq, class Qk, class Qv, class KV>
+template <class Qq, class Qk, class Qv, class KV, class In>
 __global__ void __launch_bounds__(kThreads, 1) matvec_qkv(QkvArguments a) {
     pdl_trigger();
     const int block = blockIdx.x;
     if (block < a.blocks[0]) {
-        project_heads<Qq, KV>(a, 0, block);
+        project_heads<Qq, KV, In>(a, 0, block);
     } else if (block < a.blocks[0] + a.blocks[1]) {
-        project_heads<Qk, KV>(a, 1, block - a.blocks[0]);
+        project_heads<Qk, KV, In>(a, 1, block - a.blocks[0]);
     } else {
-        project_heads<Qv, KV>(a, 2, block - a.blocks[0] - a.blocks[1]);
+        project_heads<Qv, KV, In>(a, 2, block - a.blocks[0] - a.blocks[1]);
     }
 }

@@ -2,11 +2,16 @@
 #pragma once
 #include "common.cuh"
 
-// Quantises four consecutive values per lane: lanes 8i..8i+7 of a warp hold the 32 values of one
-// group in order. `k` is the index of v.x in its row, `valid` false stores nothing; all 32 lanes
-// must call. q = rint(x / amax * 127), d = amax / 127: dividing by amax first keeps rows of 1e-38
-// finite. A group with a NaN gets d = NaN, so that it is reported and not lost.
-__device__ inline void quantize4(float4 v, int k, bool valid, int8_t* qs_row, GroupScale* ds_row) {
+// Four quantised values, and the scale of the group of 32 that they belong to.
+struct Quad {
+    uint32_t word;  // int8 x 4
+    GroupScale scale;
+};
+
+// Quantises four consecutive values per lane: lanes 8i..8i+7 of a warp hold the 32 values of one group
+// in order; all 32 lanes must call. q = rint(x / amax * 127), d = amax / 127: dividing by amax first
+// keeps rows of 1e-38 finite. A group with a NaN gets d = NaN, so that it is reported and not lost.
+__device__ inline Quad quantize_quad(float4 v) {
     float amax = fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
     int nan = v.x != v.x || v.y != v.y || v.z != v.z || v.w != v.w;
 #pragma unroll
@@ -24,18 +29,25 @@ __device__ inline void quantize4(float4 v, int k, bool valid, int8_t* qs_row, Gr
     int sum = q[0] + q[1] + q[2] + q[3];
     sum += __shfl_xor_sync(kFull, sum, 1);
     sum += __shfl_xor_sync(kFull, sum, 2);
-    int other = __shfl_xor_sync(kFull, sum, 4);  // lanes 0-3 of the group hold values 0-15
+    const int other = __shfl_xor_sync(kFull, sum, 4);  // lanes 0-3 of the group hold values 0-15
+    Quad out;
+    out.word = (q[0] & 0xff) | (q[1] & 0xff) << 8 | (q[2] & 0xff) << 16 |
+               static_cast<uint32_t>(q[3] & 0xff) << 24;
+    out.scale.d = nan ? __int_as_float(0x7fffffff) : __fdiv_rn(amax, 127.0f);
+    out.scale.lo = static_cast<int16_t>(sum);  // right in the group's first lane
+    out.scale.hi = static_cast<int16_t>(other);
+    return out;
+}
+// Byte offset in a row of the word of values k..k+3.
+__device__ inline int q8_word_offset(int k) { return (k & ~127) + q8_offset(k & 127); }
+
+// The same, stored to a row in global memory. `k` is the index of v.x in the row, `valid` false
+// stores nothing.
+__device__ inline void quantize4(float4 v, int k, bool valid, int8_t* qs_row, GroupScale* ds_row) {
+    const Quad quad = quantize_quad(v);
     if (!valid) return;
-    uint32_t word = (q[0] & 0xff) | (q[1] & 0xff) << 8 | (q[2] & 0xff) << 16 |
-                    static_cast<uint32_t>(q[3] & 0xff) << 24;
-    *reinterpret_cast<uint32_t*>(qs_row + (k & ~127) + q8_offset(k & 127)) = word;
-    if ((k & 31) == 0) {
-        GroupScale s;
-        s.d = nan ? __int_as_float(0x7fffffff) : __fdiv_rn(amax, 127.0f);
-        s.lo = static_cast<int16_t>(sum);
-        s.hi = static_cast<int16_t>(other);
-        ds_row[k >> 5] = s;
-    }
+    *reinterpret_cast<uint32_t*>(qs_row + q8_word_offset(k)) = quad.word;
+    if ((k & 31) == 0) ds_row[k >> 5] = quad.scale;
 }
 
 // silu(gate) * up, the one formula of the fused and the unfused path.

@@ -58,9 +58,9 @@ struct RecordType {
     static constexpr int kScales = kChunks * kChunkBytes;  // offset of the scales in a record
     static_assert(kRecord % 16 == 0, "records keep 16-byte alignment");
     using Lane = LaneWords<kChunks, Low, High, ScaleWords>;
-    // Records a lane of a matvec keeps in flight: what 64 registers a thread have room for.
+    // Records a lane of a matvec keeps in flight: what 96 registers a thread have room for.
     static constexpr int kWords = kChunks * (Low + High) + ScaleWords;
-    static constexpr int kDepth = kWords <= 6 ? 4 : kWords <= 9 ? 3 : 2;
+    static constexpr int kDepth = kWords < 9 ? 4 : (36 - High) / kWords;
 
     template <class M>
     __device__ static void load_planes(Lane& l, const uint8_t* rec, int lane) {

@@ -9,7 +9,7 @@ from ggufs import quantize as quantize_weights
 from minfer_cuda.kernels import Device
 from minfer_cuda.kernels.elementwise import add, quantize, swiglu
 from minfer_cuda.kernels.embed import embed
-from minfer_cuda.kernels.layouts import Activations, Matrix, matrix_bytes, padded
+from minfer_cuda.kernels.layouts import Activations, Matrix, Unnormed, matrix_bytes, padded
 from minfer_cuda.kernels.matmul import ARRIVALS, PARTIALS, matmul, plan
 from minfer_cuda.kernels.matmul_float import matmul_float
 from minfer_cuda.kernels.matvec import matvec, matvec_gate_up, matvec_qkv
@@ -202,11 +202,20 @@ def test_warps_that_share_a_strip_add_up(device: Device, records: int) -> None:
     assert np.all(np.abs(device.download(y) - exact[0]) <= bound(magnitude, w, x, quant)[0])
 
 
-@pytest.mark.parametrize("tokens", [2, 7, 8, 9, 15, 16, 17, 33, 65, 129])
-@pytest.mark.parametrize("quant", QUANTISED, ids=ids)
+FAMILIES = ("Q5_0", "Q4_K", "Q6_K")  # one scale a block, scales and minima, two scales a block
+ROW_COUNTS = (2, 7, 8, 9, 15, 16, 17, 33, 65, 129)
+ON_GPU = pytest.mark.gpu  # the other types' row counts take the shim too long
+
+
+@pytest.mark.parametrize(
+    ("quant", "tokens"),
+    [
+        pytest.param(q, t, id=f"{q.name}-{t}", marks=() if q.name in FAMILIES or t in (2, 17) else ON_GPU)
+        for q in QUANTISED
+        for t in ROW_COUNTS
+    ],
+)
 def test_matmul_equals_float64(device: Device, quant: QuantType, tokens: int) -> None:
-    if device.name == "SIMT shim" and tokens not in (2, 17) and quant.name not in ("Q4_K", "Q6_K", "Q5_0"):
-        pytest.skip("on the CPU every row count runs for one type of each family")
     rng = np.random.default_rng(6)
     n, k = 136 if tokens < 10 else 21, columns(quant)
     raw, w = random_weights(rng, quant, n, k)
@@ -269,12 +278,35 @@ def test_float_products_equal_float64(device: Device, quant: QuantType, tokens: 
     assert np.all(np.abs(device.download(y) - exact) <= (k / 32 + 8) * EPS * magnitude + 4 * EPS * np.abs(residual))
 
 
+def unnormed_row(device: Device, rng: np.random.Generator, k: int) -> tuple[Unnormed, Activations]:
+    """A row that its consumer norms, and the same row normed by the kernel of its own."""
+    x = device.upload(rng.standard_normal((1, k)).astype(np.float32) * 3)
+    weight = device.upload(rng.standard_normal(k).astype(np.float32))
+    apart = Activations.empty(device, 1, k, floats=False, q8=True)
+    rms_norm(device, x, weight, apart, 1e-6)
+    return Unnormed(x, weight, 1e-6), apart
+
+
+@pytest.mark.parametrize("quant", QUANTISED, ids=ids)
+def test_a_product_that_norms_its_row_gives_the_bits_of_norm_and_product(
+    device: Device, quant: QuantType
+) -> None:
+    rng = np.random.default_rng(12)
+    n, k = 21, 2048 if quant.block_size == 256 else 1440  # more than one value a thread
+    w = upload(device, quant, random_weights(rng, quant, n, k)[0], k)
+    row, apart = unnormed_row(device, rng, k)
+    plain, fused = nan(device, n), nan(device, n)
+    matvec(device, w, apart, plain)
+    matvec(device, w, row, fused)
+    assert np.array_equal(device.download(plain).view(np.uint32), device.download(fused).view(np.uint32))
+
+
 @pytest.mark.parametrize("quant", QUANTISED, ids=ids)
 def test_fused_gate_up_gives_the_bits_of_two_products_and_swiglu(device: Device, quant: QuantType) -> None:
     rng = np.random.default_rng(9)
     f, k = 160, columns(quant)
     gate, up = (upload(device, quant, random_weights(rng, quant, f, k)[0], k) for _ in range(2))
-    x = to_q8(device, rng.standard_normal((1, k)).astype(np.float32))
+    row, x = unnormed_row(device, rng, k)
     apart = nan(device, 1, 2 * f)
     flat = apart.reshape(-1)
     matvec(device, gate, x, flat[:f])
@@ -282,7 +314,7 @@ def test_fused_gate_up_gives_the_bits_of_two_products_and_swiglu(device: Device,
     plain = Activations.empty(device, 1, f, floats=True, q8=True)
     swiglu(device, apart, plain)
     fused = Activations.empty(device, 1, f, floats=True, q8=True)
-    matvec_gate_up(device, gate, up, x, fused)
+    matvec_gate_up(device, gate, up, row, fused)
     for a, b in ((plain.x, fused.x), (plain.qs, fused.qs), (plain.ds, fused.ds)):
         assert np.array_equal(device.download(a).view(np.uint8), device.download(b).view(np.uint8))
 
@@ -301,7 +333,7 @@ def test_fused_qkv_gives_the_bits_of_three_products_and_rope(
         quant = by_name(name)
         weights.append(upload(device, quant, random_weights(rng, quant, n, k)[0], k))
         biases.append(rng.standard_normal(n).astype(np.float32) * 20)
-    x = to_q8(device, rng.standard_normal((1, k)).astype(np.float32))
+    row, x = unnormed_row(device, rng, k)
     angles = rng.standard_normal((context, head_dim // 2))
     table = device.upload(np.stack([np.cos(angles), np.sin(angles)], -1).astype(np.float32))
     position = device.upload(np.array([at], np.int32))
@@ -317,7 +349,7 @@ def test_fused_qkv_gives_the_bits_of_three_products_and_rope(
     rope_store(device, projected, bias, table, position, *plain)
     fused = [nan(device, 1, heads, head_dim), device.zeros(kv, cache), device.zeros(kv, cache)]
     each = tuple(device.upload(b) for b in biases)
-    matvec_qkv(device, tuple(weights), each, x, table, position, *fused)
+    matvec_qkv(device, tuple(weights), each, row, table, position, *fused)
     for a, b in zip(plain, fused, strict=True):
         assert np.array_equal(device.download(a).view(np.uint8), device.download(b).view(np.uint8))
 

@@ -21,6 +21,11 @@ def expect(
     )
 
 
+def pointer(array: DeviceArray | None) -> int | None:
+    """Its address, for a field of a ctypes.Structure."""
+    return None if array is None else array.data.ptr
+
+
 def expect_room(
     kernel: str, name: str, array: DeviceArray | None, elements: int, dtype: DTypeLike
 ) -> None:

@@ -52,6 +52,15 @@ def matrix_bytes(quant: QuantType, rows: int, cols: int) -> int:
 
 
 @dataclass(frozen=True)
+class Unnormed:
+    """A row that its consumer norms itself: x * rsqrt(mean(x^2) + eps) * weight."""
+
+    x: DeviceArray  # (1, K) float32
+    weight: DeviceArray  # (K,) float32
+    eps: float
+
+
+@dataclass(frozen=True)
 class Activations:
     """T rows of K values, as float32 and/or as q8 (layout 1); what a consumer does not need is
     None."""

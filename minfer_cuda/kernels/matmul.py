@@ -10,7 +10,7 @@ import numpy as np
 
 from minfer_cuda.errors import KernelError
 from minfer_cuda.kernels import Device, DeviceArray
-from minfer_cuda.kernels.checks import expect, expect_room
+from minfer_cuda.kernels.checks import expect, expect_room, pointer
 from minfer_cuda.kernels.layouts import Activations, Matrix, ceil_div, padded, record_cols
 from minfer_cuda.quants import QuantType, by_name
 
@@ -90,10 +90,6 @@ class _Arguments(ctypes.Structure):
         ],
         *[(name, ctypes.c_int32) for name in ("n", "k", "tokens", "stride")],
     ]
-
-
-def pointer(array: DeviceArray | None) -> int | None:
-    return None if array is None else array.data.ptr
 
 
 def matmul(

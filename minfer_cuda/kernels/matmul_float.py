@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from minfer_cuda.kernels import Device, DeviceArray
-from minfer_cuda.kernels.checks import expect
+from minfer_cuda.kernels.checks import expect, pointer
 from minfer_cuda.kernels.layouts import Activations, Matrix, ceil_div
-from minfer_cuda.kernels.matmul import check_output, pointer
+from minfer_cuda.kernels.matmul import check_output
 from minfer_cuda.quants import by_name
 
 

@@ -9,97 +9,132 @@ import numpy as np
 
 from minfer_cuda.errors import KernelError
 from minfer_cuda.kernels import Device, DeviceArray
-from minfer_cuda.kernels.checks import expect
-from minfer_cuda.kernels.layouts import Activations, Matrix, ceil_div, padded
+from minfer_cuda.kernels.checks import expect, pointer
+from minfer_cuda.kernels.layouts import Activations, Matrix, Unnormed, ceil_div, padded
+from minfer_cuda.kernels.norm import BLOCK
 from minfer_cuda.kernels.rope import CACHE_TYPES
 from minfer_cuda.quants import by_name
 
-_WARPS = 12  # kWarps of the kernel
-_BLOCK = 32 * _WARPS
-_SHARED_BYTES = 96 * 1024  # of a block: two fit an SM of 227 KiB
+_MOST_PARTS = 16  # of a strip along K
+_SHARED_BYTES = 100 * 1024  # of a block: two fit an SM of 227 KiB
+_INPUTS = ("Quantised", "Normed")
+
+Row = Activations | Unnormed
 
 
 def instances(types: Sequence[str]) -> list[str]:
     """matvec and matvec_gate_up for each type, matvec_qkv for one type and for the mixes that
-    files have: q and k of one type, v of one with more bits."""
+    files have: q and k of one type, v of one with more bits; each for both kinds of input that a
+    model gives it."""
     quantised = [name for name in types if by_name(name).block_size > 1]
-    names = [f"{kernel}<{name}>" for kernel in ("matvec", "matvec_gate_up") for name in quantised]
+    names = [f"matvec<{name}, {row}>" for name in quantised for row in _INPUTS]
+    names += [f"matvec_gate_up<{name}, Normed>" for name in quantised]
     mixes = [(name, name) for name in quantised]
     for low, high in (("Q4_K", "Q6_K"), ("Q5_K", "Q6_K"), ("Q5_0", "Q8_0"), ("Q5_1", "Q8_0")):
         if low in quantised and high in quantised:
             mixes.append((low, high))
-    return names + [f"matvec_qkv<{q}, {q}, {v}, __half>" for q, v in mixes]
+    return names + [f"matvec_qkv<{q}, {q}, {v}, __half, Normed>" for q, v in mixes]
 
 
-def segments(w: Matrix) -> int:
-    """Warps that share a strip: each keeps three records or more (two of a K type). Depends on the
-    type and K alone, and with it the order of the sum."""
-    least = 2 if w.quant.block_size == 256 else 3
-    return max(s for s in (1, 2, 3, 4, 6, 12) if s == 1 or w.records >= s * least)
+def part_records(w: Matrix) -> int:
+    """Records of a part of a strip. Depends on the type and K alone, and with it the order of the
+    sum."""
+    return ceil_div(w.records, _MOST_PARTS)
 
 
-def _blocks(units: int, strips: int, w: Matrix, sm_count: int) -> int:
-    """Blocks for `units` of `strips` strips each: one a unit or one an SM, more where the partial
-    sums of a block would not fit its shared memory."""
-    room = _SHARED_BYTES - _row_bytes(w)
-    most = room // (strips * segments(w) * 32)
+def _sum_bytes(w: Matrix) -> int:
+    """Partial sums of one strip."""
+    return 32 * ceil_div(w.records, part_records(w))
+
+
+def _shared(strips: int, w: Matrix, x: Row) -> int:
+    """Sums of `strips`, or what the norm needs before them, and the q8 row with its scales and sums
+    of groups."""
+    scratch = 8 * w.cols if isinstance(x, Unnormed) else 0
+    return max(strips * _sum_bytes(w), scratch) + padded(w.cols) // 32 * (32 + 4 + 8)
+
+
+def _blocks(units: int, strips: int, w: Matrix, x: Row, sm_count: int) -> int:
+    """Blocks for `units` of `strips` strips each: one a unit while two blocks an SM hold them all,
+    else one an SM; more where the sums of a block would not fit its shared memory."""
+    room = _SHARED_BYTES - _shared(0, w, x)
+    most = room // (strips * _sum_bytes(w))
     if most < 1:
-        raise KernelError(f"matvec: K = {w.cols} needs {_row_bytes(w)} bytes of shared memory")
-    return max(min(units, sm_count), ceil_div(units, most))
+        raise KernelError(f"matvec: K = {w.cols} needs more than {_SHARED_BYTES} bytes a block")
+    wanted = units if units <= 2 * sm_count else sm_count
+    return max(wanted, ceil_div(units, most))
 
 
-def _row_bytes(w: Matrix) -> int:
-    """Shared memory of a q8 row: values, scales, and the sums of types with minima."""
-    return padded(w.cols) // 32 * (32 + 4 + 8)
+class _Input(ctypes.Structure):
+    """Input of cuda/matvec.cu."""
+
+    _fields_ = [
+        *[(name, ctypes.c_void_p) for name in ("qs", "ds", "x", "weight")],
+        ("eps", ctypes.c_float),
+        ("k", ctypes.c_int32),
+        ("part_records", ctypes.c_int32),
+    ]
 
 
-def _shared(units: int, blocks: int, strips: int, w: Matrix) -> int:
-    return ceil_div(units, blocks) * strips * segments(w) * 32 + _row_bytes(w)
-
-
-def _expect_row(kernel: str, x: Activations, w: Matrix) -> None:
+def _input(kernel: str, x: Row, w: Matrix) -> tuple[_Input, str]:
+    """The kernel's input and what the kernel calls its kind."""
+    if isinstance(x, Unnormed):
+        expect(kernel, "x", x.x, (1, w.cols), np.float32)
+        expect(kernel, "weight", x.weight, (w.cols,), np.float32)
+        rows = (None, None, x.x.data.ptr, x.weight.data.ptr, x.eps)
+        return _Input(*rows, w.cols, part_records(w)), "Normed"
+    if x.qs is None or x.ds is None:
+        raise KernelError(f"{kernel}: the input has no q8 form")
     expect(kernel, "qs", x.qs, (1, padded(w.cols)), np.int8)
     expect(kernel, "ds", x.ds, (1, padded(w.cols) // 32), np.uint64)
+    rows = (x.qs.data.ptr, x.ds.data.ptr, None, None, 0.0)
+    return _Input(*rows, w.cols, part_records(w)), "Quantised"
+
+
+class _Output(ctypes.Structure):
+    """Output of cuda/matvec.cu."""
+
+    _fields_ = [
+        *[(name, ctypes.c_void_p) for name in ("bias", "residual", "y")],
+        ("n", ctypes.c_int32),
+    ]
 
 
 def matvec(
     device: Device,
     w: Matrix,
-    x: Activations,
+    x: Row,
     y: DeviceArray,
     *,
     bias: DeviceArray | None = None,
     residual: DeviceArray | None = None,
 ) -> None:
-    """y = w x (+ bias) (+ residual). x one q8 row of K; y, residual (N,) float32, may be the same
-    array; bias (N,)."""
-    _expect_row("matvec", x, w)
+    """y = w x (+ bias) (+ residual). x one row of K, q8 or not normed yet; y, residual (N,) float32,
+    may be the same array; bias (N,)."""
+    row, kind = _input("matvec", x, w)
     for name, array in (("y", y), ("bias", bias), ("residual", residual)):
         if array is not None:
             expect("matvec", name, array, (w.rows,), np.float32)
     strips = ceil_div(w.rows, 8)
-    blocks = _blocks(strips, 1, w, device.sm_count)
-    kernel = device.kernel("matvec", f"matvec<{w.quant.cuda_name}>")
-    arguments = (w.data, x.qs, x.ds, bias, residual, y, w.rows, w.cols, segments(w))
-    kernel(blocks, _BLOCK, *arguments, shared=_shared(strips, blocks, 1, w))
+    blocks = _blocks(strips, 1, w, x, device.sm_count)
+    out = _Output(pointer(bias), pointer(residual), pointer(y), w.rows)
+    kernel = device.kernel("matvec", f"matvec<{w.quant.cuda_name}, {kind}>")
+    kernel(blocks, BLOCK, w.data, row, out, shared=_shared(ceil_div(strips, blocks), w, x))
 
 
-def matvec_gate_up(
-    device: Device, gate: Matrix, up: Matrix, x: Activations, out: Activations
-) -> None:
+def matvec_gate_up(device: Device, gate: Matrix, up: Matrix, x: Row, out: Activations) -> None:
     """out = silu(gate x) * (up x), one row of F. gate and up (F, D), of one type."""
-    _expect_row("matvec_gate_up", x, gate)
+    row, kind = _input("matvec_gate_up", x, gate)
     if (gate.quant, gate.rows, gate.cols) != (up.quant, up.rows, up.cols):
         raise KernelError(
             f"matvec_gate_up: gate is {gate.quant.name} {gate.rows}x{gate.cols}, "
             f"up {up.quant.name} {up.rows}x{up.cols}, expected the same"
         )
     units = padded(gate.rows) // 32
-    blocks = _blocks(units, 8, gate, device.sm_count)
-    kernel = device.kernel("matvec", f"matvec_gate_up<{gate.quant.cuda_name}>")
-    arguments = (gate.data, up.data, x.qs, x.ds, out.qs, out.ds, out.x)
-    sizes = (gate.rows, gate.cols, segments(gate))
-    kernel(blocks, _BLOCK, *arguments, *sizes, shared=_shared(units, blocks, 8, gate))
+    blocks = _blocks(units, 8, gate, x, device.sm_count)
+    kernel = device.kernel("matvec", f"matvec_gate_up<{gate.quant.cuda_name}, {kind}>")
+    arguments = (gate.data, up.data, row, out.qs, out.ds, out.x, gate.rows)
+    kernel(blocks, BLOCK, *arguments, shared=_shared(ceil_div(units, blocks) * 8, gate, x))
 
 
 class _QkvArguments(ctypes.Structure):
@@ -108,12 +143,10 @@ class _QkvArguments(ctypes.Structure):
     _fields_ = [
         ("w", ctypes.c_void_p * 3),
         ("bias", ctypes.c_void_p * 3),
-        *[
-            (name, ctypes.c_void_p)
-            for name in ("qs", "ds", "rope", "position", "q", "k_cache", "v_cache")
-        ],
-        *[(name, ctypes.c_int32) for name in ("k", "heads", "kv_heads", "head_dim", "context")],
-        ("segments", ctypes.c_int32 * 3),
+        ("input", _Input),
+        *[(name, ctypes.c_void_p) for name in ("rope", "position", "q", "k_cache", "v_cache")],
+        *[(name, ctypes.c_int32) for name in ("heads", "kv_heads", "head_dim", "context")],
+        ("part_records", ctypes.c_int32 * 3),
         ("blocks", ctypes.c_int32 * 3),
     ]
 
@@ -122,7 +155,7 @@ def matvec_qkv(
     device: Device,
     weights: tuple[Matrix, Matrix, Matrix],
     biases: tuple[DeviceArray, DeviceArray, DeviceArray],
-    x: Activations,
+    x: Row,
     table: DeviceArray,
     position: DeviceArray,
     q: DeviceArray,
@@ -137,31 +170,33 @@ def matvec_qkv(
     _, heads, head_dim = q.shape
     context, kv_heads, _ = k_cache.shape
     for w, n_heads in zip(weights, (heads, kv_heads, kv_heads), strict=True):
-        _expect_row("matvec_qkv", x, w)
-        if w.rows != n_heads * head_dim:
+        if (w.rows, w.cols) != (n_heads * head_dim, weights[0].cols):
             raise KernelError(f"matvec_qkv: {w.rows} rows, expected {n_heads} x {head_dim}")
     expect("matvec_qkv", "table", table, (context, head_dim // 2, 2), np.float32)
     expect("matvec_qkv", "position", position, (1,), np.int32)
     expect("matvec_qkv", "q", q, (1, heads, head_dim), np.float32)
     expect("matvec_qkv", "v_cache", v_cache, tuple(k_cache.shape), k_cache.dtype)
+    row, kind = _input("matvec_qkv", x, weights[0])
     units = [w.rows // 16 for w in weights]
     each = ceil_div(sum(units), device.sm_count)
     blocks = [
-        max(ceil_div(n, each), _blocks(n, 2, w, 1)) for n, w in zip(units, weights, strict=True)
+        max(ceil_div(n, each), _blocks(n, 2, w, x, 1)) if each > 1 else n
+        for n, w in zip(units, weights, strict=True)
     ]
-    pointers = (x.qs, x.ds, table, position, q, k_cache, v_cache)
     arguments = _QkvArguments(
         tuple(w.data.data.ptr for w in weights),
         tuple(bias.data.ptr for bias in biases),
-        *(array.data.ptr for array in pointers),
-        *(weights[0].cols, heads, kv_heads, head_dim, context),
-        tuple(segments(w) for w in weights),
+        row,
+        *(array.data.ptr for array in (table, position, q, k_cache, v_cache)),
+        *(heads, kv_heads, head_dim, context),
+        tuple(part_records(w) for w in weights),
         tuple(blocks),
     )
     shared = max(
-        _shared(n, count, 2, w) for n, count, w in zip(units, blocks, weights, strict=True)
+        _shared(ceil_div(n, count) * 2, w, x)
+        for n, count, w in zip(units, blocks, weights, strict=True)
     )
     names = ", ".join(str(w.quant.cuda_name) for w in weights)
     cache = CACHE_TYPES[np.dtype(k_cache.dtype).name]
-    kernel = device.kernel("matvec", f"matvec_qkv<{names}, {cache}>")
-    kernel(sum(blocks), _BLOCK, arguments, shared=shared)
+    kernel = device.kernel("matvec", f"matvec_qkv<{names}, {cache}, {kind}>")
+    kernel(sum(blocks), BLOCK, arguments, shared=shared)

@@ -10,6 +10,8 @@ from minfer_cuda.kernels import Device, DeviceArray
 from minfer_cuda.kernels.checks import expect
 from minfer_cuda.kernels.layouts import Activations
 
+BLOCK = 320  # kNormThreads
+
 
 def instances(types: Sequence[str] = ()) -> list[str]:
     return ["rms_norm"]
@@ -22,6 +24,5 @@ def rms_norm(
     tokens, k = x.shape
     expect("rms_norm", "x", x, (tokens, k), np.float32)
     expect("rms_norm", "weight", weight, (k,), np.float32)
-    block = min(1024, -(-k // 128) * 32)
     kernel = device.kernel("norm", "rms_norm")
-    kernel(tokens, block, x, weight, out.qs, out.ds, out.x, k, eps)
+    kernel(tokens, BLOCK, x, weight, out.qs, out.ds, out.x, k, eps, shared=4 * k)

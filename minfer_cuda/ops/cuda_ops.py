@@ -13,7 +13,7 @@ from minfer_cuda.kernels.attention import attention
 from minfer_cuda.kernels.attention import plan as attention_plan
 from minfer_cuda.kernels.elementwise import add, swiglu
 from minfer_cuda.kernels.embed import embed
-from minfer_cuda.kernels.layouts import Activations, Matrix
+from minfer_cuda.kernels.layouts import Activations, Matrix, Unnormed
 from minfer_cuda.kernels.matmul import matmul
 from minfer_cuda.kernels.matmul_float import matmul_float
 from minfer_cuda.kernels.matvec import matvec, matvec_gate_up, matvec_qkv
@@ -24,6 +24,7 @@ from minfer_cuda.ops import LayerWeights
 from minfer_cuda.workspace import FFN_ROWS, Workspace
 
 Rows = DeviceArray | Activations
+Normed = Activations | Unnormed  # what rms_norm gives: rows, or a row that its consumer will norm
 
 
 @dataclass(frozen=True)
@@ -72,26 +73,35 @@ class CudaOps:
         embed(self.device, table, self._step.tokens, x)
         return x
 
-    def rms_norm(self, x: DeviceArray, weight: DeviceArray) -> Activations:
+    def rms_norm(self, x: DeviceArray, weight: DeviceArray) -> Normed:
+        if x.shape[0] == 1:
+            return Unnormed(x, weight, self.config.rms_eps)
+        return self._normed(x, weight)
+
+    def _normed(self, x: DeviceArray, weight: DeviceArray) -> Activations:
         out = self._buffers.activations("normed", x.shape[0])
         rms_norm(self.device, x, weight, out, self.config.rms_eps)
         return out
 
-    def qkv(self, x: Activations, layer: LayerWeights, index: int) -> DeviceArray:
-        tokens = x.tokens
+    def _rows(self, x: Normed) -> Activations:
+        """For a consumer that cannot norm its input."""
+        return self._normed(x.x, x.weight) if isinstance(x, Unnormed) else x
+
+    def qkv(self, x: Normed, layer: LayerWeights, index: int) -> DeviceArray:
+        tokens = self._step.tokens.shape[0]
         q = self._buffers["q"][:tokens]
         keys, values = self._cache.keys(index), self._cache.values(index)
         weights = (layer.q, layer.k, layer.v)
-        if self.fuse_qkv and tokens == 1 and not any(w.is_float for w in weights):
+        if self.fuse_qkv and isinstance(x, Unnormed) and not any(w.is_float for w in weights):
             biases = (layer.q_bias, layer.k_bias, layer.v_bias)
             matvec_qkv(
                 self.device, weights, biases, x, self._table, self._step.position, q, keys, values
             )
             return q
-        projected = self._buffers["qkv"][:tokens]
+        projected, rows = self._buffers["qkv"][:tokens], self._rows(x)
         column = 0
         for w in weights:
-            self._product(x, w, projected, column=column)
+            self._product(rows, w, projected, column=column)
             column += w.rows
         bias = self._qkv_biases[index]
         rope_store(
@@ -113,14 +123,18 @@ class CudaOps:
         return out
 
     def linear(
-        self, x: Activations, weight: Matrix, bias: DeviceArray | None = None
+        self, x: Normed, weight: Matrix, bias: DeviceArray | None = None
     ) -> DeviceArray:
-        key = (weight.rows, x.tokens == 1)
+        tokens = 1 if isinstance(x, Unnormed) else x.tokens
+        key = (weight.rows, tokens == 1)
         held = self._results.get(key)
-        if held is None or held.shape[0] < x.tokens:
-            held = self._results[key] = self.device.empty((x.tokens, weight.rows), np.float32)
-        y = held[: x.tokens]
-        self._product(x, weight, y, bias=bias)
+        if held is None or held.shape[0] < tokens:
+            held = self._results[key] = self.device.empty((tokens, weight.rows), np.float32)
+        y = held[:tokens]
+        if isinstance(x, Unnormed) and not weight.is_float:
+            matvec(self.device, weight, x, y[0], bias=bias)
+        else:
+            self._product(self._rows(x), weight, y, bias=bias)
         return y
 
     def add(self, residual: DeviceArray, y: DeviceArray) -> DeviceArray:
@@ -131,12 +145,15 @@ class CudaOps:
         self._product(x, weight, residual, residual=residual)
         return residual
 
-    def gate_up(self, x: Activations, gate: Matrix, up: Matrix) -> Activations:
+    def gate_up(self, x: Normed, gate: Matrix, up: Matrix) -> Activations:
+        if isinstance(x, Unnormed):
+            out = self._buffers.activations("neurons", 1)
+            if self.fuse_ffn and not gate.is_float and gate.quant == up.quant:
+                matvec_gate_up(self.device, gate, up, x, out)
+                return out
+            x = self._rows(x)
         tokens = x.tokens
         out = self._buffers.activations("neurons", tokens)
-        if self.fuse_ffn and tokens == 1 and not gate.is_float and gate.quant == up.quant:
-            matvec_gate_up(self.device, gate, up, x, out)
-            return out
         for start in range(0, tokens, FFN_ROWS):
             part = slice(start, min(start + FFN_ROWS, tokens))
             both = self._buffers["gate_up"][: part.stop - part.start]
