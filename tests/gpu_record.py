@@ -30,9 +30,12 @@ class GpuRecord:
         self.path = path
         self.outcomes: dict[str, str] = {}
         self.reasons: dict[str, str] = {}
+        self.measured: dict[str, dict] = {}  # what tests give to `record_property`
 
     def pytest_runtest_logreport(self, report):
         name = report.nodeid
+        if report.user_properties:
+            self.measured[name] = dict(report.user_properties)
         if report.failed:
             self.outcomes[name] = "failed"
         elif report.skipped and self.outcomes.get(name) != "failed":
@@ -65,6 +68,7 @@ class GpuRecord:
             "passed": self.names("passed"),
             "failed": self.names("failed"),
             "skipped": {name: self.reasons[name] for name in self.names("skipped")},
+            "measured": self.measured,
         }
 
     def pytest_terminal_summary(self, terminalreporter):

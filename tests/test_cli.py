@@ -22,7 +22,8 @@ from minfer_cuda import __version__
 from minfer_cuda.sampling import SamplingParams
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMANDS = ("generate", "chat", "info", "bench")
+COMMANDS = ("generate", "chat", "info", "bench", "perplexity")
+REST = {"generate": ["hi"], "perplexity": ["-f", __file__]}  # what a command needs beside a model
 CPU = ("--device", "cpu", "--n-ctx", "256")
 GREEDY = (*CPU, "--temp", "0", "-n", "6")
 PROMPT = "\x1b[?2004h"  # bracketed paste on: the editor reads keys from here on
@@ -179,7 +180,7 @@ def test_an_empty_prompt_is_a_usage_error(model):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_path_that_is_not_there_ends_in_one_line(command):
-    result = minfer(command, "/no/such/model.gguf", *(["hi"] if command == "generate" else []))
+    result = minfer(command, "/no/such/model.gguf", *REST.get(command, []))
     assert result.exit_code == 1
     assert "/no/such/model.gguf" in one_error_line(result)
     assert result.stdout == ""
@@ -192,7 +193,7 @@ def test_files_that_are_no_model_end_in_one_line(command, tmp_path):
     empty = tmp_path / "empty.gguf"
     empty.touch()
     for path in (tmp_path, other, empty):
-        result = minfer(command, path, *(["hi"] if command == "generate" else []))
+        result = minfer(command, path, *REST.get(command, []))
         assert result.exit_code == 1, result.stderr
         assert path.name in one_error_line(result)
         assert result.stdout == ""

@@ -151,7 +151,7 @@ def gpu_suite(tmp_path):
 def test_the_gpu_record_lists_every_test_by_name_and_outcome(gpu_suite):
     done, record = gpu_suite(
         "pytestmark = pytest.mark.gpu\n"
-        "def test_good(): pass\n"
+        "def test_good(record_property): record_property('kld', 0.001)\n"
         "def test_bad(): assert False\n"
         "@pytest.fixture\n"
         "def broken():\n    yield\n    raise OSError\n"
@@ -164,6 +164,7 @@ def test_the_gpu_record_lists_every_test_by_name_and_outcome(gpu_suite):
     assert record["failed"] == ["test_it.py::test_bad", "test_it.py::test_bad_teardown"]
     assert list(record["skipped"]) == ["test_it.py::test_left_out"]
     assert "one card only" in record["skipped"]["test_it.py::test_left_out"]
+    assert record["measured"] == {"test_it.py::test_good": {"kld": 0.001}}
     assert len(record["cuda_sha256"]) == 64
 
 
