@@ -130,7 +130,9 @@ def matrix_types(size: Size, ftype: str) -> dict[str, str]:
 # Where a block has its scale d, and its minimum with the multiple of d that centres the values.
 _SCALES = {
     "Q4_0": (0, None, 0.0), "Q5_0": (0, None, 0.0), "Q8_0": (0, None, 0.0), "Q5_1": (0, 2, -15.5),
-    "Q4_K": (0, 2, 7.5), "Q5_K": (0, 2, 15.5), "Q6_K": (208, None, 0.0),
+    "Q4_1": (0, 2, -7.5), "Q4_K": (0, 2, 7.5), "Q5_K": (0, 2, 15.5), "Q6_K": (208, None, 0.0),
+    "Q2_K": (80, 82, 1.5), "Q3_K": (108, None, 0.0), "IQ4_NL": (0, None, 0.0),
+    "IQ4_XS": (0, None, 0.0),
 }  # fmt: skip
 # Primes: rows that start one after the other in a pool of so many blocks repeat only after so many
 # rows, and no matrix has that many.
@@ -151,13 +153,15 @@ class Pools:
         """uint8 (whole blocks): values around 0 of that standard deviation."""
         key = (type_name, deviation)
         if key not in self._made:
-            make = self._floats if type_name == "F16" else self._quantised
+            make = self._quantised if type_name in _SCALES else self._floats
             self._made[key] = make(type_name, deviation)
         return self._made[key]
 
     def _floats(self, type_name: str, deviation: float) -> np.ndarray:
         values = self.rng.standard_normal(self._values, np.float32) * np.float32(deviation)
-        return values.astype(np.float16).view(np.uint8)
+        if type_name == "BF16":
+            return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+        return values.astype(np.float16 if type_name == "F16" else np.float32).view(np.uint8)
 
     def _quantised(self, type_name: str, deviation: float) -> np.ndarray:
         quant = by_name(type_name)

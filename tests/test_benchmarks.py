@@ -1,0 +1,328 @@
+"""Synthetic models, the cases of kernels.py, phases and rendered tables: all without a GPU."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+from devices import simt_device
+
+from benchmarks import cases, kernels, measure, phases, synthetic
+from benchmarks.bed import Bed, DryBed
+from benchmarks.synthetic import FTYPES, SIZES, Pools, Size, matrix_types, write_synthetic
+from minfer_cuda.config import Qwen2Config
+from minfer_cuda.gguf import GGUFFile
+from minfer_cuda.llm import LLM
+from minfer_cuda.quants import QUANT_TYPES, by_name
+from minfer_cuda.runners.cuda_runner import CudaRunner
+from minfer_cuda.weights import model_tensors
+
+TINY = Size(layers=2, d=256, ffn=512, heads=4, kv_heads=2, vocab=600)
+# Tensor types of the published Qwen2.5-Coder-Instruct q4_k_m files; "better" holds the layers whose
+# attn_v and ffn_down have the second type.
+PUBLISHED = {
+    "0.5b": {
+        "output": "Q8_0", "token_embd": "Q5_0", "attn_q": "Q5_0", "attn_k": "Q5_0",
+        "attn_output": "Q5_0", "ffn_gate": "Q5_0", "ffn_up": "Q5_0",
+        "attn_v": ("Q5_0", "Q8_0"), "ffn_down": ("Q4_K", "Q6_K"),
+        "better": {0, 1, 3, 6, 7, 8, 9, 10, 13, 16, 19, 21},
+    },
+    "1.5b": {
+        "output": "Q6_K", "token_embd": "Q4_K", "attn_q": "Q4_K", "attn_k": "Q4_K",
+        "attn_output": "Q4_K", "ffn_gate": "Q4_K", "ffn_up": "Q4_K",
+        "attn_v": ("Q4_K", "Q6_K"), "ffn_down": ("Q4_K", "Q6_K"),
+        "better": {0, 1, 5, 6, 7, 8, 9, 10, 13, 16, 19, 21, 24, 27},
+    },
+}  # fmt: skip
+
+
+class CountingTimer:
+    """Runs the work once; every repetition took as long as there are entries in `log` since."""
+
+    def __init__(self, log):
+        self.log = log
+
+    def __call__(self, work, repetitions=measure.REPETITIONS):
+        before = len(self.log)
+        work()
+        return [1e-6 * max(len(self.log) - before, 1)] * repetitions
+
+
+def instant(work, repetitions=measure.REPETITIONS):
+    work()
+    return [1.0] * repetitions
+
+
+def tiny_bed(device):
+    return Bed(device, Pools(0, blocks=1009, values=10007), cold_bytes=1)
+
+
+# ---- synthetic models ----
+
+
+@pytest.mark.parametrize("size", PUBLISHED)
+def test_the_mix_is_that_of_the_published_files(size):
+    table = PUBLISHED[size]
+    for name, found in matrix_types(SIZES[size], "q4_k_m").items():
+        *layer, role, _ = name.split(".")
+        wanted = table[role]
+        if isinstance(wanted, tuple):
+            wanted = wanted[int(layer[1]) in table["better"]]
+        assert found == wanted, name
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("size, fixture", [("0.5b", "model_05b"), ("1.5b", "model_15b")])
+def test_names_shapes_and_types_are_those_of_the_real_file(size, fixture, request):
+    with GGUFFile.open(request.getfixturevalue(fixture)) as file:
+        real = {name: (t.type_name, t.shape) for name, t in file.tensors.items()}
+    types = matrix_types(SIZES[size], "q4_k_m")
+    ours = {name: (types[name], s) for name, s in synthetic.matrix_shapes(SIZES[size]).items()}
+    ours |= {name: ("F32", (n,)) for name, n in synthetic.vector_shapes(SIZES[size]).items()}
+    assert ours == real
+
+
+def test_rows_that_are_no_whole_256_blocks_fall_back():
+    assert set(matrix_types(SIZES["0.5b"], "q6_k").values()) == {"Q8_0", "Q6_K"}
+    assert matrix_types(SIZES["0.5b"], "q5_k_m")["blk.0.attn_q.weight"] == "Q5_1"
+    down = {n: t for n, t in matrix_types(SIZES["72b"], "q4_k_m").items() if "ffn_down" in n}
+    assert Counter(down.values()) == {"Q5_0": 40, "Q8_0": 40}  # 29568 is 115.5 x 256
+
+
+def test_the_72b_has_more_bits_in_every_attn_v():
+    types = matrix_types(SIZES["72b"], "q4_k_m")
+    assert Counter(t for n, t in types.items() if "attn_v" in n) == {"Q5_K": 40, "Q6_K": 40}
+
+
+@pytest.mark.parametrize("ftype, output", [("f16", "F16"), ("q8_0", "Q8_0"), ("q4_0", "Q6_K")])
+def test_plain_types_keep_one_type_but_for_the_head(ftype, output):
+    types = matrix_types(SIZES["7b"], ftype)
+    assert types.pop("output.weight") == output
+    assert set(types.values()) == {FTYPES[ftype][0]}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_blocks_of_the_pool_never_repeat_a_row_of_a_matrix(size):
+    for ftype in FTYPES:
+        types = matrix_types(SIZES[size], ftype)
+        for name, (n, k) in synthetic.matrix_shapes(SIZES[size]).items():
+            block = by_name(types[name]).block_size
+            pool = synthetic.POOL_VALUES if block == 1 else synthetic.POOL_BLOCKS
+            assert n < pool and (k // block) % pool, (ftype, name)
+
+
+@pytest.mark.parametrize("name", [q.name for q in QUANT_TYPES.values()])
+def test_pools_have_the_deviation_asked_for_and_no_offset(name):
+    quant = by_name(name)
+    values = quant.dequantize(Pools(1, blocks=2003, values=50021).pool(name, 0.02))
+    assert values.std() == pytest.approx(0.02, rel=0.15)
+    # of 2003 blocks with a random offset each, or 50021 values: five standard errors
+    assert abs(values.mean()) < 5 * 0.02 / 2003**0.5
+
+
+@pytest.mark.parametrize("ftype", FTYPES)
+def test_a_synthetic_model_loads_and_its_logits_are_near_two(tmp_path, ftype):
+    path = tmp_path / "tiny.gguf"
+    write_synthetic(path, TINY, ftype, pools=Pools(0, blocks=2003, values=50021))
+    with LLM(path, n_ctx=32, device="cpu") as llm:
+        assert llm.notices == []
+        assert set(llm.file.tensors) == set(model_tensors(llm.config, llm.file))
+        logits = llm.engine.logits(llm.encode("aab"))
+        assert 1 < logits.std() < 4
+        assert "".join(llm.generate("aab", max_tokens=4, temperature=0.0))
+
+
+def test_a_seed_gives_the_same_file(tmp_path):
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        pools = Pools(seed, blocks=2003, values=50021)
+        write_synthetic(tmp_path / name, TINY, "q4_0", pools=pools)
+    a, b, c = ((tmp_path / name).read_bytes() for name in "abc")
+    assert a == b != c
+
+
+def test_f16_above_7b_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="not for 14b"):
+        write_synthetic(tmp_path / "x.gguf", "14b", "f16")
+
+
+@pytest.mark.parametrize("size", [151936, 152064])
+def test_the_vocabulary_has_special_tokens_at_their_ids(size):
+    tokens, types, merges = synthetic.vocabulary(size)
+    assert len(tokens) == len(types) == len(set(tokens)) == size
+    assert tokens[151643:151646] == ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    assert len(merges) == 151387
+    known = set(tokens)
+    for merge in merges[:: len(merges) // 100]:
+        left, right = merge.split(" ")
+        assert {left, right, left + right} <= known
+
+
+# ---- cases ----
+
+
+def dry_device():
+    return SimpleNamespace(sm_count=132, shared_limit=227 * 1024, arch=90)
+
+
+@pytest.mark.parametrize("ftype", FTYPES)
+def test_every_case_of_every_size_is_accepted_by_its_launcher(ftype):
+    sizes = [size for size in SIZES if ftype != "f16" or size not in synthetic.NO_F16]
+    options = kernels.arguments(["--sizes", ",".join(sizes), "--ftype", ftype])
+    bed = DryBed(dry_device())
+    for case in cases.choose(options):
+        case.prepare(bed).launch(0)
+    if ftype == "q4_k_m":
+        assert {stem for stem, _ in bed.device.launched} >= {
+            "matvec", "matmul", "attention", "norm", "sampling", "repack",
+        }  # fmt: skip
+
+
+def test_types_asked_for_are_taken_where_rows_allow_them():
+    options = kernels.arguments(["--sizes", "0.5b", "--kernels", "matvec", "--types", "Q4_K,Q8_0"])
+    found = {(case.what, case.type_name) for case in cases.choose(options)}
+    assert found == {
+        ("o", "Q8_0"), ("head", "Q8_0"), ("down", "Q8_0"), ("down", "Q4_K"),
+    }  # fmt: skip
+
+
+def tiny_cases():
+    return [
+        cases.linear("tiny", "o", "Q4_K", 16, 256, rows=1),
+        cases.linear("tiny", "o", "Q5_0", 16, 256, rows=3),
+        cases.linear("tiny", "o", "F16", 16, 256, rows=2),
+        cases.gate_up("tiny", TINY, "Q4_0"),
+        cases.qkv("tiny", TINY, ("Q4_0", "Q4_0", "Q8_0")),
+        cases.attention_case("tiny", TINY, 1, 70),
+        cases.attention_case("tiny", TINY, 5, 0),
+        cases.norm("tiny", TINY, 2),
+        cases.sampler("tiny", TINY, "default"),
+    ]
+
+
+def test_cases_run_and_write_finite_results():
+    ceiling = kernels.Ceiling(1e9, {"s8": 1e12, "f16": 1e12})
+    for case in tiny_cases():
+        row = kernels.measured(case, tiny_bed(simt_device()), instant, ceiling)
+        assert row["us"] == 1e6
+        assert row["gb_s"] == round(1e-9 * case.n_bytes, 1)
+
+
+def test_a_result_that_is_not_written_is_an_error_and_the_other_cases_go_on():
+    good = cases.norm("tiny", TINY, 2)
+    lazy = cases.Case(
+        "matvec", "tiny", "o", "Q4_0", 1, 1, 0, "s8",
+        lambda bed: cases.Work(lambda i: None, 1, (bed.nan(2),)),
+    )  # fmt: skip
+    bed, ceiling = tiny_bed(simt_device()), kernels.Ceiling(1e9, {})
+    result = kernels.run([lazy, good], bed, instant, ceiling, seconds=60)
+    assert "not finite" in result["rows"][0]["error"]
+    assert result["rows"][1]["us"] > 0 and result["left_out"] == 0
+
+
+def test_no_case_is_begun_when_time_is_up():
+    result = kernels.run(tiny_cases(), None, instant, None, seconds=-1)
+    assert result == {"rows": [], "left_out": len(tiny_cases())}
+
+
+def test_every_copy_is_used_in_turn_and_short_work_is_repeated():
+    used = []
+    each = measure.seconds_each(CountingTimer(used), used.append, copies=3)
+    assert used[:6] == [0, 1, 2, 0, 1, 2]
+    assert Counter(used[3:]) == {0: 333, 1: 333, 2: 333}  # a millisecond of microseconds
+    assert each == [pytest.approx(1e-6)] * measure.REPETITIONS
+
+
+def test_copies_together_exceed_the_cache():
+    bed = Bed(dry_device())
+    assert bed.copies(300 << 20) == 1
+    assert bed.copies(10 << 20) * 10 >= 192
+
+
+def test_the_share_is_of_the_tighter_ceiling():
+    ceiling = kernels.Ceiling(read=100.0, mma={"s8": 1000.0})
+    case = cases.Case("matmul", "", "", "Q4_0", 2, 200, 1000, "s8", lambda bed: None)
+    assert ceiling.share(case, 4.0) == (0.5, "read")
+    more = cases.Case("matmul", "", "", "Q4_0", 9, 200, 8000, "s8", lambda bed: None)
+    assert ceiling.share(more, 16.0) == (0.5, "mma")
+    unknown = cases.Case("matmul", "", "", "F16", 9, 200, 8000, "f16", lambda bed: None)
+    assert ceiling.share(unknown, 16.0) is None
+
+
+def test_bytes_and_operations_of_a_case_are_those_of_its_formula():
+    case = cases.linear("x", "gate", "Q4_K", 1000, 512, rows=4)
+    assert case.ops == 2 * 4 * 1000 * 512
+    assert case.n_bytes == 1000 * 2 * 144 + 4 * (512 * 1.25 + 4000)
+    seen = sum(10 + t + 1 for t in range(3))  # keys of three tokens behind ten
+    case = cases.attention_case("x", TINY, 3, 10)
+    assert case.ops == 2 * 2 * seen * TINY.d
+
+
+# ---- phases ----
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory):
+    path = tmp_path_factory.mktemp("phases") / "tiny.gguf"
+    write_synthetic(path, TINY, "q4_0", pools=Pools(0, blocks=1009))
+    device = simt_device()
+    with GGUFFile.open(path) as file:
+        config = Qwen2Config.from_gguf(file)
+        runner = CudaRunner(device, file, config, n_ctx=16, n_batch=1, steps=phases.EagerSteps())
+    return device, runner
+
+
+def test_a_phase_costs_what_a_step_saves_without_it(runner, monkeypatch):
+    device, runner = runner
+    log: list[tuple[str, str]] = []
+    kernel = device.kernel
+
+    def logged(stem, name):
+        log.append((stem, name))
+        return kernel(stem, name)
+
+    monkeypatch.setattr(device, "kernel", logged)
+    monkeypatch.setattr(phases, "STEPS", 1)
+    table = phases.phase_table(runner, device, 5, CountingTimer(log), read=1e12)
+    calls = {row["phase"]: row["calls"] for row in table["phases"]}
+    layers = TINY.layers
+    assert calls == {
+        "embed": 1, "norm": 2 * layers + 1, "qkv": layers, "attention": layers, "o": layers,
+        "gate_up": layers, "down": layers, "head": 1, "sampler": 1,
+    }  # fmt: skip
+    saved = {row["phase"]: row["us"] for row in table["phases"]}
+    assert saved == pytest.approx(calls | {"norm": 0, "sampler": 2})  # products norm; two draw
+    assert table["sum_us"] == pytest.approx(table["step_us"])
+
+
+def test_the_floor_counts_every_byte_of_weights_and_cache(runner):
+    _, runner = runner
+    n_bytes = phases.phase_bytes(runner, depth=7)
+    types = matrix_types(TINY, "q4_0")
+    matrices = sum(
+        n * k // by_name(types[name]).block_size * by_name(types[name]).block_bytes
+        for name, (n, k) in synthetic.matrix_shapes(TINY).items()
+        if name != "token_embd.weight"
+    )
+    assert sum(n_bytes[p] for p in ("qkv", "o", "gate_up", "down", "head")) == matrices
+    assert n_bytes["attention"] == 8 * runner.config.kv_bytes_per_position(2)
+
+
+def test_phases_of_a_size_are_those_of_its_synthetic_file(monkeypatch):
+    monkeypatch.setitem(SIZES, "tiny", TINY)
+    monkeypatch.setattr(synthetic, "POOL_BLOCKS", 1009)
+    device = simt_device()
+    found = phases.run_phases(device, "tiny", "q4_0", [0, 3], instant, read=1e9)
+    assert [table["depth"] for table in found["tables"]] == [0, 3]
+    assert found["file"] == "synthetic-tiny-q4_0.gguf"
+
+
+# ---- results ----
+
+
+def test_the_result_is_a_file_and_the_last_line(tmp_path, capsys):
+    result = {"kind": "kernels", "rows": [{"us": 1.5}]}
+    measure.finish(result, tmp_path / "new" / "r.json")
+    assert json.loads((tmp_path / "new" / "r.json").read_text()) == result
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == result
