@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from minfer_cuda.kernels.layouts import Activations, Matrix
 from minfer_cuda.kernels.module import CudaDevice
 from minfer_cuda.ops import LayerWeights, Ops
 from minfer_cuda.ops.cuda_ops import Step
-from minfer_cuda.runners.cuda_runner import CudaRunner
+from minfer_cuda.runners.cuda_runner import CudaRunner, EagerSteps
 from minfer_cuda.sampling import SamplingParams
 
 PHASES = ("embed", "norm", "qkv", "attention", "o", "gate_up", "down", "head", "sampler")
@@ -104,13 +104,6 @@ class PartialStep:
             self._logits = self._runner.model.forward(self._ops, 1)
             if without != "sampler":
                 sampler.sample(self._logits[-1], advance=0)
-
-
-class EagerSteps:
-    """The runner's own steps are not used here."""
-
-    def run(self, key: Hashable, step: Callable[[], None]) -> None:
-        step()
 
 
 def phase_bytes(runner: CudaRunner, depth: int) -> dict[str, int]:

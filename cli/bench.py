@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from enum import Enum
 from typing import Annotated
 
@@ -40,6 +41,10 @@ def bench(
     generate: Annotated[
         str, typer.Option("-n", "--n-gen", metavar="N[,N]", help="Decode lengths. 0: none.")
     ] = "128",
+    depth: Annotated[
+        str,
+        typer.Option("-d", "--depth", metavar="D[,D]", help="Tokens already in the context."),
+    ] = "0",
     repetitions: Annotated[
         int,
         typer.Option(
@@ -66,27 +71,40 @@ def bench(
     """Measure prefill and decode speed.
 
     Both include sampling (what a user gets), neither includes tokenising and printing. An untimed
-    warm-up comes first. Nothing is reported when logits are not finite or when a fixed greedy run
-    does not repeat itself.
+    warm-up comes first. On a GPU the rate at which it reads memory is measured too: what that
+    allows a decode step is the ceiling. Nothing is reported when logits are not finite or when a
+    fixed greedy run does not repeat itself, with and without graphs.
 
-    Example: minfer bench model.gguf -p 512,2048 -n 128 -r 5 --json
+    Example: minfer bench model.gguf -p 512,2048 -n 128 -d 0,4096 -r 5 --json
     """
     form = chosen_format(md, csv, as_json)
-    n_prompt, n_generate = sizes(prompt), sizes(generate)
-    needed = max(*n_prompt, *(n + 1 for n in n_generate))
-    if needed == 1:
+    n_prompt, n_generate, depths = sizes(prompt), sizes(generate), sizes(depth)
+    longest = max(*n_prompt, *(n + 1 for n in n_generate))
+    if longest == 1:
         raise typer.BadParameter("-p 0 and -n 0 leave nothing to measure")
+    needed = max(depths) + longest
     settings = Settings(n_ctx or needed + MARGIN, device, kv_type.value)
     with open_model(model, settings) as llm:
-        from minfer_cuda import bench as measure
+        from minfer_cuda import bench_output
+        from minfer_cuda.bench import report
 
-        result = measure.report(llm, kv_type.value, n_prompt, n_generate, repetitions)
+        progress = show_progress if sys.stderr.isatty() else None
+        sizes_of_tests = (n_prompt, n_generate, repetitions, depths)
+        result = report(llm, kv_type.value, *sizes_of_tests, progress)
     printers = {
-        Format.MD: measure.as_markdown,
-        Format.CSV: measure.as_csv,
-        Format.JSON: measure.as_json,
+        Format.MD: bench_output.as_markdown,
+        Format.CSV: bench_output.as_csv,
+        Format.JSON: bench_output.as_json,
     }
     print(printers[form](result))
+
+
+def show_progress(name: str, done: int, total: int) -> None:
+    """A line that overwrites itself, gone at the end: what is measured, and how far it is."""
+    width = 20
+    bar = "#" * (width * done // total)
+    text = f"[{bar:<{width}}] {done + 1} of {total}: {name}" if done < total else ""
+    print(f"\r{text:<60}" + "\r" * (done == total), end="", file=sys.stderr, flush=True)
 
 
 def chosen_format(md: bool, csv: bool, as_json: bool) -> Format:

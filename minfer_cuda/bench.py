@@ -1,24 +1,22 @@
 """How fast an engine is: prefill and pure decode, apart, with checks that make figures credible.
 
-A prefill row is `n` prompt tokens from an empty cache up to the first drawn token; a decode row is
-`n` tokens drawn one after the other behind that first one. Both are the engine's own loop and its
-own clock, include sampling with the parameters given, and neither tokenise nor print. Each row
-starts with an untimed warm-up.
+A prefill row is `n` prompt tokens up to the first drawn token; a decode row is `n` tokens drawn one
+after the other behind that first one; both behind `depth` tokens that the cache holds already. Both
+are the engine's own loop and its own clock, include sampling with the parameters given, and neither
+tokenise nor print. Each row starts with an untimed warm-up.
 """
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
-import json
 import math
 import os
 import platform
 import statistics
 import subprocess
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from importlib import metadata
@@ -30,13 +28,15 @@ import numpy as np
 from minfer_cuda.engine import Engine, Runner, Stats
 from minfer_cuda.errors import ContextFullError, MinferError, NumericsError
 from minfer_cuda.kernels.about import about_gpu
+from minfer_cuda.roofline import Roofline
 from minfer_cuda.runners.numpy_runner import NumpyRunner
 from minfer_cuda.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from minfer_cuda.llm import LLM
 
-CHECK_TOKENS = 16  # length of the greedy run that must repeat itself
+CHECK_TOKENS = 64  # length of the greedy run that must repeat itself
+Progress = Callable[[str, int, int], None]  # what is measured now, rows done, rows in all
 PROMPT_STRIDE = 7919  # a prime: the prompt's ids spread over the vocabulary
 BENCH_SEED = 1
 
@@ -48,6 +48,7 @@ class BenchRow:
     test: str  # "prefill" or "decode"
     n_tokens: int
     seconds: tuple[float, ...]
+    depth: int = 0  # tokens in the cache before
 
     @property
     def rates(self) -> tuple[float, ...]:
@@ -66,8 +67,14 @@ class BenchRow:
 
     @property
     def name(self) -> str:
-        """Short name: pp512, tg128."""
-        return f"{'pp' if self.test == 'prefill' else 'tg'}{self.n_tokens}"
+        """Short name: pp512, tg128, tg128 @ 4096."""
+        return row_name(self.test, self.n_tokens, self.depth)
+
+
+def row_name(test: str, n_tokens: int, depth: int) -> str:
+    """As llama-bench names its tests, so that figures can be set side by side."""
+    behind = f" @ {depth}" if depth else ""
+    return f"{'pp' if test == 'prefill' else 'tg'}{n_tokens}{behind}"
 
 
 class Bench:
@@ -81,46 +88,56 @@ class Bench:
         """The same n ids on every run."""
         return [(i + 1) * PROMPT_STRIDE % self.engine.config.n_vocab for i in range(n)]
 
-    def prefill(self, n: int, repetitions: int) -> BenchRow:
-        """Time n prompt tokens from an empty cache, up to and with the first drawn token.
+    def prefill(self, n: int, repetitions: int, depth: int = 0) -> BenchRow:
+        """Time n prompt tokens behind `depth` others, up to and with the first drawn token.
 
-        Raises ContextFullError when n tokens do not fit, NumericsError for logits that are not
-        finite.
+        Raises ContextFullError when they do not fit, NumericsError for logits that are not finite.
         """
-        stats = [self._generate(n, 1, self.params)[1] for _ in range(1 + repetitions)]
+        stats = self._repeated(depth + n, 1, depth, repetitions)
         self._check_finite(f"after a prefill of {n} tokens")
-        return BenchRow("prefill", n, tuple(s.prefill_seconds for s in stats[1:]))
+        return BenchRow("prefill", n, tuple(s.prefill_seconds for s in stats), depth)
 
-    def decode(self, n: int, repetitions: int) -> BenchRow:
-        """Time n tokens drawn after a prompt of one token and a first token; raises as `prefill`
-        does."""
-        stats = [self._generate(1, n + 1, self.params)[1] for _ in range(1 + repetitions)]
+    def decode(self, n: int, repetitions: int, depth: int = 0) -> BenchRow:
+        """Time n tokens drawn after `depth` tokens, one more and a first drawn one; raises as
+        `prefill` does."""
+        stats = self._repeated(depth + 1, n + 1, depth, repetitions)
         self._check_finite(f"after {n} decode steps")
-        return BenchRow("decode", n, tuple(s.decode_seconds for s in stats[1:]))
+        return BenchRow("decode", n, tuple(s.decode_seconds for s in stats), depth)
 
     def check_repeats(self) -> str:
-        """Run greedily twice over the same prompt; returns the sha256 of the ids.
+        """Run greedily twice over the same prompt, the second time without graphs where the runner
+        has them; returns the sha256 of the ids.
 
         Raises MinferError where the runs differ: such figures would be of wrong answers.
         """
         n = min(CHECK_TOKENS, self.engine.n_ctx)
         greedy = replace(self.params, temperature=0.0)
-        first, second = (self._generate(1, n, greedy)[0] for _ in range(2))
+        first = self._generate(1, n, greedy)[0]
+        with getattr(self.engine.runner, "eager", nullcontext)():
+            second = self._generate(1, n, greedy)[0]
         if first != second:
             raise MinferError(
-                f"the same greedy run gave {first} and then {second}: no speed is reported for "
-                "wrong answers"
+                f"the same greedy run gave {first} and then, without graphs, {second}: no speed is "
+                "reported for wrong answers"
             )
         return hashlib.sha256(np.array(first, "<i4").tobytes()).hexdigest()
 
-    def _generate(self, n_prompt: int, n: int, params: SamplingParams) -> tuple[list[int], Stats]:
-        """Ids and times of n tokens after n_prompt, from an empty cache, past any end token."""
+    def _repeated(self, n_prompt: int, n: int, depth: int, repetitions: int) -> list[Stats]:
+        """Times of each repetition; the untimed warm-up fills the cache up to `depth`."""
+        self._generate(n_prompt, n, self.params)
+        return [self._generate(n_prompt, n, self.params, depth)[1] for _ in range(repetitions)]
+
+    def _generate(
+        self, n_prompt: int, n: int, params: SamplingParams, depth: int = 0
+    ) -> tuple[list[int], Stats]:
+        """Ids and times of n tokens after n_prompt, of which the cache keeps `depth`, past any end
+        token."""
         needed = n_prompt + n - 1
         if needed > self.engine.n_ctx:
             raise ContextFullError(
                 needed, self.engine.n_ctx, "raise --n-ctx or measure fewer tokens"
             )
-        self.engine.rollback(0)
+        self.engine.rollback(depth)
         ids = [token.id for token in self.engine.generate(self.prompt(n_prompt), params, n)]
         return ids, self.engine.stats
 
@@ -131,26 +148,53 @@ class Bench:
 
 
 def run(
-    bench: Bench, n_prompt: Sequence[int], n_generate: Sequence[int], repetitions: int
-) -> dict[str, Any]:
-    """All rows and the checks as a JSON-ready object; sizes of 0 are left out."""
-    rows = [bench.prefill(n, repetitions) for n in n_prompt if n]
-    rows += [bench.decode(n, repetitions) for n in n_generate if n]
-    return {
-        "greedy_sha256": bench.check_repeats(),
-        "sampling": _sampling_words(bench.params),
-        "results": [
-            {
-                "test": row.test,
-                "name": row.name,
-                "n_tokens": row.n_tokens,
-                "tokens_per_s": _rounded(row.mean),
-                "spread": _rounded(row.spread),
-                "seconds": list(row.seconds),
-            }
-            for row in rows
-        ],
+    bench: Bench,
+    n_prompt: Sequence[int],
+    n_generate: Sequence[int],
+    repetitions: int,
+    depths: Sequence[int] = (0,),
+    progress: Progress | None = None,
+) -> list[BenchRow]:
+    """All rows, prefill before decode at each depth; sizes of 0 are left out."""
+    wanted = [
+        (test, n, depth)
+        for depth in depths
+        for test, ns in (("prefill", n_prompt), ("decode", n_generate))
+        for n in ns
+        if n
+    ]
+    rows = []
+    for i, (test, n, depth) in enumerate(wanted):
+        if progress:
+            progress(row_name(test, n, depth), i, len(wanted))
+        measure = bench.prefill if test == "prefill" else bench.decode
+        rows.append(measure(n, repetitions, depth))
+    if progress:
+        progress("", len(wanted), len(wanted))
+    return rows
+
+
+def result_of(row: BenchRow, roofline: Roofline, read: float | None) -> dict[str, Any]:
+    """A row, JSON-ready. `mbu`: the share of `read` (bytes per second, None where it is not known)
+    that a decode row's bytes come to; `tops`: a prefill row's operations, 1e12 per second."""
+    result: dict[str, Any] = {
+        "test": row.test,
+        "name": row.name,
+        "n_tokens": row.n_tokens,
+        "depth": row.depth,
+        "tokens_per_s": _rounded(row.mean),
+        "spread": _rounded(row.spread),
+        "mbu": None,
+        "tops": None,
+        "seconds": list(row.seconds),
     }
+    if row.test == "prefill":
+        work = roofline.prefill_operations(row.n_tokens, row.depth)
+        result["tops"] = _rounded(1e-12 * work / row.n_tokens * row.mean)
+    elif read:
+        seen = row.depth + 1 + (row.n_tokens + 1) / 2  # positions, in the mean of the steps
+        result["mbu"] = _rounded(roofline.decode_bytes(seen) * row.mean / read)
+    return result
 
 
 def report(
@@ -159,11 +203,20 @@ def report(
     n_prompt: Sequence[int],
     n_generate: Sequence[int],
     repetitions: int,
+    depths: Sequence[int] = (0,),
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """`run` on a loaded model, with all that one needs to repeat it."""
+    """`run` on a loaded model, the ceiling, the checks, and all that one needs to repeat it."""
     runner = llm.engine.runner
     tensors = llm.file.tensors.values()
+    roofline = Roofline.of(llm.file, llm.config, kv_type)
+    measure_read: Callable[[], float | None] = getattr(runner, "read_bandwidth", lambda: None)
+    read = measure_read()
+    bench = Bench(llm.engine, llm.sampling())
+    digest = bench.check_repeats()
+    rows = run(bench, n_prompt, n_generate, repetitions, depths, progress)
     return {
+        "kind": "bench",
         "model": llm.config.name,
         "file": llm.file.path.name,
         "file_bytes": llm.file.size_bytes,
@@ -174,46 +227,13 @@ def report(
         "runs_on": runner.describe(),
         **about_software(),
         **_about_device(runner),
-        **run(Bench(llm.engine, llm.sampling()), n_prompt, n_generate, repetitions),
+        "read_gb_s": _rounded(1e-9 * read) if read else None,
+        "weight_bytes_per_token": roofline.weight_bytes,
+        "kv_bytes_per_position": roofline.kv_bytes,
+        "greedy_sha256": digest,
+        "sampling": _sampling_words(bench.params),
+        "results": [result_of(row, roofline, read) for row in rows],
     }
-
-
-def as_json(result: dict[str, Any]) -> str:
-    """One line."""
-    return json.dumps(result, ensure_ascii=False)
-
-
-def as_csv(result: dict[str, Any]) -> str:
-    """A header and one line per row, each with the model, the device and the commit."""
-    common = {key: result[key] for key in ("model", "device", "n_ctx", "kv_type", "commit", "date")}
-    rows = [{k: v for k, v in row.items() if k != "seconds"} | common for row in result["results"]]
-    out = io.StringIO()
-    writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return out.getvalue().removesuffix("\n")
-
-
-def as_markdown(result: dict[str, Any]) -> str:
-    """A table, and under it what it was measured on."""
-    types = ", ".join(f"{count} {name}" for name, count in result["types"].items())
-    versions = ", ".join(
-        f"{key} {result[key]}" for key in ("driver", "cupy", "nvrtc", "python") if result.get(key)
-    )
-    lines = ["| test | tok/s | spread |", "|---|---|---|"]
-    lines += [
-        f"| {row['name']} | {row['tokens_per_s']:g} | ± {row['spread']:g} |"
-        for row in result["results"]
-    ]
-    lines += [
-        "",
-        f"{result['model']} ({result['file']}, tensors: {types})",
-        f"{result['device']}; {result['runs_on']}",
-        f"n_ctx {result['n_ctx']}, KV {result['kv_type']}, sampling {result['sampling']}",
-        f"minfer {result['minfer']}, commit {result['commit']}, {versions}, {result['date']}",
-        f"greedy run repeats: sha256 {result['greedy_sha256'][:16]}",
-    ]
-    return "\n".join(lines)
 
 
 def about_software() -> dict[str, Any]:

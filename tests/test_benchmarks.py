@@ -16,7 +16,7 @@ from minfer_cuda.config import Qwen2Config
 from minfer_cuda.gguf import GGUFFile
 from minfer_cuda.llm import LLM
 from minfer_cuda.quants import QUANT_TYPES, by_name
-from minfer_cuda.runners.cuda_runner import CudaRunner
+from minfer_cuda.runners.cuda_runner import CudaRunner, EagerSteps
 from minfer_cuda.weights import model_tensors
 
 TINY = Size(layers=2, d=256, ffn=512, heads=4, kv_heads=2, vocab=600)
@@ -269,7 +269,7 @@ def runner(tmp_path_factory):
     device = simt_device()
     with GGUFFile.open(path) as file:
         config = Qwen2Config.from_gguf(file)
-        runner = CudaRunner(device, file, config, n_ctx=16, n_batch=1, steps=phases.EagerSteps())
+        runner = CudaRunner(device, file, config, n_ctx=16, n_batch=1, steps=EagerSteps())
     return device, runner
 
 
@@ -316,6 +316,24 @@ def test_phases_of_a_size_are_those_of_its_synthetic_file(monkeypatch):
     found = phases.run_phases(device, "tiny", "q4_0", [0, 3], instant, read=1e9)
     assert [table["depth"] for table in found["tables"]] == [0, 3]
     assert found["file"] == "synthetic-tiny-q4_0.gguf"
+
+
+def test_a_runner_can_be_told_to_leave_graphs_out_for_a_while(runner):
+    _, runner = runner
+    ran = []
+
+    class Graphs:
+        def run(self, key, step):
+            ran.append(key)
+            step()
+
+    runner._steps = Graphs()
+    with runner.eager():
+        runner.step(0)
+        runner.read()
+    assert not ran
+    runner.step(1)
+    assert len(ran) == 1
 
 
 # ---- results ----

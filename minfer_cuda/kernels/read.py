@@ -47,7 +47,7 @@ def read_bandwidth(device: Device, n_bytes: int | None = None) -> float:
     x = device.zeros((size // 16, 4), np.uint32)
     out = device.empty(threads(device), np.uint32)
     read_xor(device, x, out)
-    rates = []
+    rates: list[float] = []
     for _ in range(_REPETITIONS):
         device.synchronize()
         start = time.perf_counter()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from minfer_cuda.errors import ContextFullError, NumericsError, OutOfMemoryError
 from minfer_cuda.gguf import GGUFFile, TensorInfo
 from minfer_cuda.kernels import Device, DeviceArray
 from minfer_cuda.kernels.layouts import Matrix, matrix_bytes
+from minfer_cuda.kernels.read import read_bandwidth
 from minfer_cuda.kernels.repack import repack
 from minfer_cuda.kernels.sampling import Draw, Sampler
 from minfer_cuda.kv_cache import KVCache, kv_bytes
@@ -36,6 +38,13 @@ class Steps(Protocol):
     """How a step is run: `graph.StepGraphs`, or eagerly."""
 
     def run(self, key: Hashable, step: Callable[[], None]) -> None: ...
+
+
+class EagerSteps:
+    """Steps launched as they come."""
+
+    def run(self, key: Hashable, step: Callable[[], None]) -> None:
+        step()
 
 
 class CudaRunner:
@@ -210,11 +219,33 @@ class CudaRunner:
         draw = Draw.of(self._draws[number % SLOTS])
         return Token(draw.token, draw.logprob, draw.logprobs)
 
+    @contextmanager
+    def eager(self) -> Iterator[None]:
+        """Inside, steps are launched kernel by kernel, without graphs."""
+        steps, self._steps = self._steps, EagerSteps()
+        try:
+            yield
+        finally:
+            self._steps = steps
+
+    def read_bandwidth(self) -> float:
+        """Bytes per second that the device reads of its memory, measured now."""
+        return read_bandwidth(self._device)
+
     def close(self) -> None:
         """Wait for what runs, then free every buffer."""
         self._device.synchronize()
         self._unread.clear()
-        for name in ("_steps", "model", "ops", "cache", "sampler", "_weights", "_buffers", "_logits"):
+        for name in (
+            "_steps",
+            "model",
+            "ops",
+            "cache",
+            "sampler",
+            "_weights",
+            "_buffers",
+            "_logits",
+        ):
             delattr(self, name)
 
     def _check_memory(self, file: GGUFFile, device: Any) -> None:
