@@ -47,6 +47,17 @@ __device__ inline void pdl_wait() {
 #endif
 }
 
+// threadIdx.x, read anew: what a loop computes from it is not kept in registers across the loop.
+__device__ inline unsigned thread_again() {
+#ifdef MINFER_SIMT
+    return threadIdx.x;
+#else
+    unsigned i;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));
+    return i;
+#endif
+}
+
 // ---- loads --------------------------------------------------------------------------------------
 // Weights are read once a token: 16 bytes that need not stay in L1.
 __device__ inline uint4 load_stream16(const void* p) {
@@ -110,6 +121,17 @@ __device__ inline void copy_async16(void* shared, const void* global, bool valid
                  : "memory");
 #else
     *static_cast<uint4*>(shared) = valid ? *static_cast<const uint4*>(global) : make_uint4(0, 0, 0, 0);
+#endif
+}
+// The same for 4 or 8 bytes.
+template <class T>
+__device__ inline void copy_async(T* shared, const T* global) {
+#if !defined(MINFER_SIMT) && __CUDA_ARCH__ >= 800
+    uint32_t s = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(s), "l"(global), "n"(sizeof(T))
+                 : "memory");
+#else
+    *shared = *global;
 #endif
 }
 __device__ inline void copy_async_commit() {
@@ -203,6 +225,7 @@ __device__ inline void load_matrices(uint32_t r[4], const void* shared) {
 // ---- small arithmetic -----------------------------------------------------------------------------
 __device__ inline float half_bits(uint16_t h) { return __half2float(__ushort_as_half(h)); }
 __device__ inline float bf16_bits(uint16_t h) { return __uint_as_float(static_cast<uint32_t>(h) << 16); }
+__device__ inline int byte_of(uint32_t w, int i) { return __byte_perm(w, 0, 0x4440 | i); }
 __device__ inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 __device__ inline float warp_sum(float v) {

@@ -92,8 +92,8 @@ struct Weights {
                     a[m][b][2 + r] = Q::word(l[m][r], c, b, 1);
 #pragma unroll
                     for (int h = 0; h < kScales; ++h) {
-                        scale[m][b][h][r] = __fmul_rn(Q::scale(l[m][r], c, b, h), 1.0f / Q::kMul);
-                        if (Q::kMin) minimum[m][b][h][r] = -Q::minimum(l[m][r], c, b, h);
+                        scale[m][b][h][r] = __fmul_rn(scale_of<Q>(l[m][r], c, b, h), 1.0f / Q::kMul);
+                        if (Q::kMin) minimum[m][b][h][r] = -minimum_of<Q>(l[m][r], c, b, h);
                     }
                 }
     }

@@ -88,6 +88,7 @@ struct Normed {
 // acc + the lane's part of one record times the row; `chunk` is the record's first.
 template <class Q>
 __device__ inline float dot_record(const typename Q::Lane& l, const SharedRow& x, int chunk, int t, float acc) {
+    float sum = 0.0f, least = 0.0f;
 #pragma unroll
     for (int c = 0; c < Q::kChunks; ++c) {
         const uint4* qs = reinterpret_cast<const uint4*>(x.qs) + (chunk + c) * 8 + t * 2;
@@ -97,27 +98,38 @@ __device__ inline float dot_record(const typename Q::Lane& l, const SharedRow& x
         const float d[4] = {d4.x, d4.y, d4.z, d4.w};
 #pragma unroll
         for (int b = 0; b < 4; ++b) {
-            int low = __dp4a(static_cast<int>(Q::word(l, c, b, 0)), static_cast<int>(xs[b][0]), 0);
-            if (Q::kHalf) {
-                int high = __dp4a(static_cast<int>(Q::word(l, c, b, 1)), static_cast<int>(xs[b][1]), 0);
-                acc = fmaf(__fmul_rn(Q::scale(l, c, b, 0), d[b]), static_cast<float>(low), acc);
-                acc = fmaf(__fmul_rn(Q::scale(l, c, b, 1), d[b]), static_cast<float>(high), acc);
+            int dot = __dp4a(static_cast<int>(Q::word(l, c, b, 0)), static_cast<int>(xs[b][0]), 0);
+            if constexpr (Q::kHalf) {
+                const int high = __dp4a(static_cast<int>(Q::word(l, c, b, 1)), static_cast<int>(xs[b][1]), 0);
+                dot = dot * Q::int_scale(l, c, b, 0) + high * Q::int_scale(l, c, b, 1);
             } else {
-                int both = __dp4a(static_cast<int>(Q::word(l, c, b, 1)), static_cast<int>(xs[b][1]), low);
-                acc = fmaf(__fmul_rn(Q::scale(l, c, b, 0), d[b]), static_cast<float>(both), acc);
+                dot = __dp4a(static_cast<int>(Q::word(l, c, b, 1)), static_cast<int>(xs[b][1]), dot);
+                if constexpr (Q::kInteger) dot *= Q::int_scale(l, c, b, 0);
             }
+            if constexpr (Q::kInteger)
+                sum = fmaf(static_cast<float>(dot), d[b], sum);
+            else
+                sum = fmaf(__fmul_rn(Q::scale(l, c, b, 0), d[b]), static_cast<float>(dot), sum);
         }
-        if (Q::kMin) {  // the four lanes of a row take one block's minimum each
-            const float2 sum = x.sum[(chunk + c) * 4 + t];
-            if (Q::kHalf) {
-                acc = fmaf(-Q::minimum(l, c, t, 0), sum.x, acc);
-                acc = fmaf(-Q::minimum(l, c, t, 1), sum.y, acc);
+        if constexpr (Q::kMin) {  // the four lanes of a row take one block's minimum each
+            const float2 of = x.sum[(chunk + c) * 4 + t];
+            if constexpr (Q::kHalf) {
+                least = fmaf(static_cast<float>(Q::int_min(l, c, t, 0)), of.x, least);
+                least = fmaf(static_cast<float>(Q::int_min(l, c, t, 1)), of.y, least);
+            } else if constexpr (Q::kInteger) {
+                least = fmaf(static_cast<float>(Q::int_min(l, c, t, 0)), __fadd_rn(of.x, of.y), least);
             } else {
-                acc = fmaf(-Q::minimum(l, c, t, 0), __fadd_rn(sum.x, sum.y), acc);
+                least = fmaf(Q::minimum(l, c, t, 0), __fadd_rn(of.x, of.y), least);
             }
         }
     }
-    return acc;
+    if constexpr (Q::kInteger) {
+        acc = fmaf(Q::super(l), sum, acc);
+        if constexpr (Q::kMin) acc = fmaf(-Q::super_min(l), least, acc);
+        return acc;
+    } else {
+        return __fadd_rn(acc, __fsub_rn(sum, least));
+    }
 }
 
 // A warp's tasks: part `part` of strip `strip`, counted from the block's first; kWarps tasks a step.
@@ -131,12 +143,12 @@ struct Task {
 
 // Partial sums of strips [begin, end): sums[((strip - begin) * parts + part) * 8 + row]. `strips` maps
 // a strip to its matrix and the offset of its first record (in units of 16 bytes). The first loads
-// start before the wait for the input. `epilogue.early` and `.late` may load what the end will need:
-// after the wait, and once more when that has arrived. Ends with a barrier.
-template <class Q, class In, class Strips, class Epilogue>
+// start before the wait for the input. `addends.before`, `.early` and `.late` start asynchronous copies
+// of what the end will need: before the wait, after it, and once more when that has arrived. Ends with
+// a barrier, all of it in shared memory.
+template <class Q, class In, int Depth = Q::kDepth, class Strips, class Addends>
 __device__ void strip_sums(const Strips& strips, int begin, int end, const Input& in, float* sums, char* row_memory,
-                           Epilogue& epilogue) {
-    constexpr int kDepth = Q::kDepth;  // records in flight a lane
+                           Addends& addends) {
     const int lane = threadIdx.x % kWarp;
     const int warp = __shfl_sync(kFull, threadIdx.x / kWarp, 0);  // the same for all lanes, and known to be
     const int records = ceil_div(in.k, Q::kRecK), parts = ceil_div(records, in.part_records);
@@ -146,7 +158,7 @@ __device__ void strip_sums(const Strips& strips, int begin, int end, const Input
         return strips.offset(begin + task.strip) + task.part * in.part_records * (Q::kRecord / 16);
     };
 
-    // the load side runs kDepth records ahead of the use side
+    // the load side runs Depth records ahead of the use side
     Task ahead{0, warp};
     ahead.part -= kWarps;
     ahead.advance(parts);
@@ -163,21 +175,23 @@ __device__ void strip_sums(const Strips& strips, int begin, int end, const Input
             if (ahead.strip < count) left = length(ahead.part), at = offset(ahead);
         }
     };
-    typename Q::Lane ring[kDepth];
+    typename Q::Lane ring[Depth];
 #pragma unroll
-    for (int i = 0; i < kDepth; ++i) load(ring[i]);
+    for (int i = 0; i < Depth; ++i) load(ring[i]);
     In::before(in, sums);
+    addends.before();
     pdl_wait();
-    epilogue.early();
+    addends.early();
     const SharedRow row(row_memory, records * Q::kChunks);
     In::template share<Q>(in, row, records * Q::kChunks, sums);
-    epilogue.late();
+    addends.late();
+    copy_async_commit();
 
     float acc = 0.0f;
     int record = task.part * in.part_records, rest = length(task.part);
     while (task.strip < count) {
 #pragma unroll
-        for (int i = 0; i < kDepth; ++i) {
+        for (int i = 0; i < Depth; ++i) {
             if (task.strip >= count) break;
             acc = dot_record<Q>(ring[i], row, record * Q::kChunks, lane & 3, acc);
             load(ring[i]);
@@ -191,6 +205,7 @@ __device__ void strip_sums(const Strips& strips, int begin, int end, const Input
             }
         }
     }
+    copy_async_wait<0>();
     __syncthreads();
 }
 
@@ -237,24 +252,19 @@ struct Output {
     float* y;                      // (N)
     int n;
 };
-// The first row of a thread waits for nothing at the end: its addends are loaded early, and kept in
-// shared memory (`kept`, one float a thread) rather than in registers that the main loop needs.
-struct AddedRow {
+// Bias and residual of a thread's first row, under way while the sums are made.
+struct RowAddends {
     const Output& out;
-    float* kept;
+    float *bias, *residual;  // shared
     int row;
     bool inside;
-    float residual = 0.0f;
-    __device__ AddedRow(const Output& o, float* k, int row_, bool inside_) : out(o), kept(k), row(row_), inside(inside_) {}
+    __device__ void before() {
+        if (inside && out.bias) copy_async(bias, out.bias + row);
+    }
     __device__ void early() {
-        if (inside && out.residual) residual = out.residual[row];
+        if (inside && out.residual) copy_async(residual, out.residual + row);
     }
-    __device__ void late() { kept[threadIdx.x] = residual; }
-    __device__ void store(float sum) const {
-        if (out.bias) sum = __fadd_rn(sum, out.bias[row]);
-        if (out.residual) sum = __fadd_rn(kept[threadIdx.x], sum);
-        out.y[row] = sum;
-    }
+    __device__ void late() {}
 };
 
 template <class Q, class In>
@@ -265,16 +275,16 @@ __global__ void __launch_bounds__(kThreads, 2) matvec(const uint8_t* w, Input in
     const Share mine = share_of(strips, blockIdx.x, gridDim.x);
     const int row0 = mine.begin * 8, rows = min(mine.end * 8, out.n) - row0;
     const PlainStrips plain{w, strip_size<Q>(in)};
-    __shared__ float kept[kThreads];
-    AddedRow first(out, kept, row0 + threadIdx.x, static_cast<int>(threadIdx.x) < rows);
+    __shared__ float bias[kThreads], residual[kThreads];
+    const int t = threadIdx.x;
+    RowAddends addends{out, bias + t, residual + t, row0 + t, t < rows};
     strip_sums<Q, In>(plain, mine.begin, mine.end, in, sums,
-                      row_memory<Q, In>(in, ceil_div(strips, gridDim.x)), first);
-    if (first.inside) first.store(row_sum<Q>(sums, in, threadIdx.x));
-    for (int r = threadIdx.x + kThreads; r < rows; r += kThreads) {
-        AddedRow added(out, kept, row0 + r, true);
-        added.early();
-        added.late();
-        added.store(row_sum<Q>(sums, in, r));
+                      row_memory<Q, In>(in, ceil_div(strips, gridDim.x)), addends);
+    for (int r = t; r < rows; r += kThreads) {
+        float v = row_sum<Q>(sums, in, r);
+        if (out.bias) v = __fadd_rn(v, r == t ? bias[t] : out.bias[row0 + r]);
+        if (out.residual) v = __fadd_rn(r == t ? residual[t] : out.residual[row0 + r], v);
+        out.y[row0 + r] = v;
     }
 }
 
@@ -290,6 +300,7 @@ struct GateUpStrips {
     }
 };
 struct Nothing {
+    __device__ void before() {}
     __device__ void early() {}
     __device__ void late() {}
 };
@@ -341,75 +352,68 @@ struct QkvArguments {
 struct HeadStrips {
     const uint8_t* w;
     uint32_t strip_size;
-    int head_strips;  // E / 8
+    int shift;  // log2(E / 16), units of a head
     __device__ int strip_of(int strip) const {
-        const int half = head_strips / 2, unit = strip >> 1;
-        return unit / half * head_strips + unit % half + (strip & 1) * half;
+        const int unit = strip >> 1, low = unit & ((1 << shift) - 1);
+        return ((unit - low) << 1) + low + ((strip & 1) << shift);
     }
     __device__ const uint8_t* base(int) const { return w; }
     __device__ uint32_t offset(int strip) const { return strip_of(strip) * strip_size; }
 };
 
-// A thread's pair of rows (first, first + E/2) of q, k or v.
-template <class KV>
-struct HeadPair {
+// Biases and rotation of a thread's pair of rows (first, first + E/2) of q, k or v, under way while the
+// sums are made. A block has at most kThreads pairs.
+struct PairAddends {
     const QkvArguments& a;
-    int which, first, position = 0;
+    float* bias;  // shared: two, then the rotation
+    float2* cs;
+    int which, first;
     bool inside;
-    float2 bias = {0.0f, 0.0f}, cs = {1.0f, 0.0f};
-    __device__ HeadPair(const QkvArguments& args, int which_, int first_, bool inside_)
-        : a(args), which(which_), first(first_), inside(inside_) {
-        if (inside) bias = make_float2(a.bias[which][first], a.bias[which][first + a.head_dim / 2]);
+    __device__ void before() {
+        if (!inside) return;
+        copy_async(bias, a.bias[which] + first);
+        copy_async(bias + 1, a.bias[which] + first + a.head_dim / 2);
     }
-    __device__ void early() { position = *a.position; }
+    __device__ void early() {}
     __device__ void late() {
-        if (inside && which != 2) cs = a.rope[static_cast<int64_t>(position) * (a.head_dim / 2) + first % a.head_dim];
-    }
-    __device__ void store(float x0, float x1) const {
-        const int second = first + a.head_dim / 2;
-        float2 v = which == 2 ? make_float2(__fadd_rn(x0, bias.x), __fadd_rn(x1, bias.y))
-                              : rope_pair(x0, x1, bias.x, bias.y, cs);
-        if (which == 0) {
-            a.q[first] = v.x, a.q[second] = v.y;
-        } else if (position < a.context) {
-            KV* cache = static_cast<KV*>(which == 1 ? a.k_cache : a.v_cache) +
-                        static_cast<int64_t>(position) * a.kv_heads * a.head_dim;
-            store_kv(cache + first, v.x);
-            store_kv(cache + second, v.y);
-        }
+        if (inside && which != 2)
+            copy_async(cs, a.rope + static_cast<int64_t>(*a.position) * (a.head_dim / 2) + first % a.head_dim);
     }
 };
 
 template <class Q, class KV, class In>
 __device__ void project_heads(const QkvArguments& a, int which, int block) {
+    __shared__ float bias[2 * kThreads];
+    __shared__ float2 rotation[kThreads];
     float* sums = reinterpret_cast<float*>(shared_bytes());
     Input in = a.in;
     in.part_records = a.part_records[which];
-    const int units = (which == 0 ? a.heads : a.kv_heads) * a.head_dim / 16;
+    const int units = (which == 0 ? a.heads : a.kv_heads) * a.head_dim / 16, t = threadIdx.x;
     const Share mine = share_of(units, block, a.blocks[which]);
-    const HeadStrips strips{a.w[which], strip_size<Q>(in), a.head_dim / 8};
-    auto pair = [&](int i) {
-        const bool inside = i < (mine.end - mine.begin) * 8;
-        return HeadPair<KV>(a, which, strips.strip_of((mine.begin + i / 8) * 2) * 8 + i % 8, inside);
-    };
-    auto finish = [&](const HeadPair<KV>& p, int i) {
-        p.store(row_sum<Q>(sums, in, i / 8 * 16 + i % 8), row_sum<Q>(sums, in, i / 8 * 16 + 8 + i % 8));
-    };
-    HeadPair<KV> mine_first = pair(threadIdx.x);
-    strip_sums<Q, In>(strips, mine.begin * 2, mine.end * 2, in, sums,
-                      row_memory<Q, In>(in, ceil_div(units, a.blocks[which]) * 2), mine_first);
-    if (mine_first.inside) finish(mine_first, threadIdx.x);
-    for (int i = threadIdx.x + kThreads; i < (mine.end - mine.begin) * 8; i += kThreads) {
-        HeadPair<KV> p = pair(i);
-        p.early();
-        p.late();
-        finish(p, i);
+    const HeadStrips strips{a.w[which], strip_size<Q>(in), a.head_dim == 64 ? 2 : 3};
+    const int first = strips.strip_of((mine.begin + t / 8) * 2) * 8 + t % 8, second = first + a.head_dim / 2;
+    PairAddends addends{a, bias + 2 * t, rotation + t, which, first, t < (mine.end - mine.begin) * 8};
+    constexpr int kDepth = Q::kDepth - 1;  // three bodies in one kernel: fewer registers each
+    strip_sums<Q, In, kDepth>(strips, mine.begin * 2, mine.end * 2, in, sums,
+                      row_memory<Q, In>(in, ceil_div(units, a.blocks[which]) * 2), addends);
+    const int position = *a.position;
+    if (!addends.inside) return;
+    float2 v = make_float2(row_sum<Q>(sums, in, t / 8 * 16 + t % 8), row_sum<Q>(sums, in, t / 8 * 16 + 8 + t % 8));
+    const float b0 = bias[2 * t], b1 = bias[2 * t + 1];
+    v = which == 2 ? make_float2(__fadd_rn(v.x, b0), __fadd_rn(v.y, b1)) : rope_pair(v.x, v.y, b0, b1, rotation[t]);
+    if (which == 0) {
+        a.q[first] = v.x, a.q[second] = v.y;
+    } else if (position < a.context) {
+        KV* cache = static_cast<KV*>(which == 1 ? a.k_cache : a.v_cache) +
+                    static_cast<int64_t>(position) * a.kv_heads * a.head_dim;
+        store_kv(cache + first, v.x);
+        store_kv(cache + second, v.y);
     }
 }
 
 // Launch  grid = blocks[0] + blocks[1] + blocks[2], units of 16 rows; the rest as matvec.
 template <class Qq, class Qk, class Qv, class KV, class In>
-__global__ void __launch_bounds__(kThreads, 1) matvec_qkv(QkvArguments a) {
+__global__ void __launch_bounds__(kThreads, 2) matvec_qkv(QkvArguments a) {
     pdl_trigger();
     const int block = blockIdx.x;
     if (block < a.blocks[0]) {

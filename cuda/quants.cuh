@@ -7,6 +7,8 @@
 // signed codes be used as they are stored). A value is exactly
 //   scale(b, h) * code - minimum(b, h)          (`minimum` also takes a run-time b) in float32, each step rounded once.
 // Functions take the lane's words l and (c, b, h): chunk, block, half of the block.
+// K types have integer scales under one float: scale = super * int_scale, minimum = super_min * int_min
+// (kInteger), so that a product can weigh its integer sums before it converts them.
 // kHalf: scale or minimum differ between h = 0 and 1 (16-value sub-blocks). kMin: minimum is not 0.
 //
 // A type defines: kBlock, kRaw (values, bytes of a block in the file), kLow, kHigh (bits of a code in
@@ -48,7 +50,7 @@ struct LaneWords {
 // What the record types share: sizes, and where a code sits in the planes.
 template <int Block, int Raw, int Low, int High, int ScaleWords>
 struct RecordType {
-    static constexpr bool kFloat = false;
+    static constexpr bool kFloat = false, kInteger = Block == 256;
     static constexpr int kBlock = Block, kRaw = Raw, kLow = Low, kHigh = High;
     static constexpr int kRecK = Block == 32 ? 128 : 256;
     static constexpr int kChunks = kRecK / 128;
@@ -117,7 +119,6 @@ struct OneScale : RecordType<32, Raw, Low, High, 2> {
     __device__ static float scale(const Lane& l, int, int b, int) {
         return half_bits(static_cast<uint16_t>(l.s[b >> 1] >> (16 * (b & 1))));
     }
-    __device__ static float minimum(const Lane&, int, int, int) { return 0.0f; }
     __device__ static void pack_scales(const uint8_t* block, uint8_t* rec, int row, int b) {
         put16(rec + Base::kScales + row * 8 + b * 2, raw16(block));
     }
@@ -226,18 +227,16 @@ struct KScaleMin : RecordType<256, Raw, 4, High, 4> {
     }
     // Sub-block j < 4: six low bits of byte j (scale) and j + 4 (minimum); j >= 4: a nibble of byte
     // j + 4 and the two top bits of byte j - 4 (scale) or j (minimum).
-    __device__ static uint32_t six_bits(const Lane& l, int c, int b, bool minimum) {
+    __device__ static int six_bits(const Lane& l, int c, int b, bool minimum) {
         uint32_t first = minimum ? l.s[2] : l.s[1];
         uint32_t four = c == 0 ? first & 0x3f3f3f3fu
                                : ((l.s[3] >> (minimum ? 4 : 0)) & kNibble) | ((first >> 2) & 0x30303030u);
-        return (four >> (8 * b)) & 63;
+        return byte_of(four, b);
     }
-    __device__ static float scale(const Lane& l, int c, int b, int) {
-        return __fmul_rn(half_bits(static_cast<uint16_t>(l.s[0])), static_cast<float>(six_bits(l, c, b, false)));
-    }
-    __device__ static float minimum(const Lane& l, int c, int b, int) {
-        return __fmul_rn(half_bits(static_cast<uint16_t>(l.s[0] >> 16)), static_cast<float>(six_bits(l, c, b, true)));
-    }
+    __device__ static float super(const Lane& l) { return half_bits(static_cast<uint16_t>(l.s[0])); }
+    __device__ static float super_min(const Lane& l) { return half_bits(static_cast<uint16_t>(l.s[0] >> 16)); }
+    __device__ static int int_scale(const Lane& l, int c, int b, int) { return six_bits(l, c, b, false); }
+    __device__ static int int_min(const Lane& l, int c, int b, int) { return six_bits(l, c, b, true); }
     __device__ static void pack_scales(const uint8_t* block, uint8_t* rec, int row, int) {
         for (int i = 0; i < 16; ++i) rec[Base::kScales + row * 16 + i] = block[i];
     }
@@ -280,11 +279,10 @@ struct Q6_K : RecordType<256, 210, 4, 2, 5> {
         uint32_t low = (h ? l.q[c][b] >> 2 : l.q[c][b] << 2) & 0x3c3c3c3cu;
         return low | (shift(l.h[c][b >> 1], 6 - 2 * (2 * (b & 1) + h)) & 0xc0c0c0c0u);
     }
-    __device__ static float scale(const Lane& l, int c, int b, int h) {
-        int sc = static_cast<int8_t>(l.s[2 * c + (b >> 1)] >> (16 * (b & 1) + 8 * h));
-        return __fmul_rn(half_bits(static_cast<uint16_t>(l.s[4])), static_cast<float>(sc));
+    __device__ static float super(const Lane& l) { return half_bits(static_cast<uint16_t>(l.s[4])); }
+    __device__ static int int_scale(const Lane& l, int c, int b, int h) {
+        return static_cast<int8_t>(l.s[2 * c + (b >> 1)] >> (16 * (b & 1) + 8 * h));
     }
-    __device__ static float minimum(const Lane&, int, int, int) { return 0.0f; }
     __device__ static void pack_scales(const uint8_t* block, uint8_t* rec, int row, int) {
         for (int i = 0; i < 16; ++i) rec[kScales + row * 16 + i] = block[192 + i];
         put16(rec + kScales + 128 + row * 2, raw16(block + 208));
@@ -314,14 +312,13 @@ struct Q3_K : RecordType<256, 110, 2, 1, 4> {
     }
     // Scale j: low nibble in byte j % 8 (upper half of the byte for j >= 8), top two bits in byte
     // 8 + j % 4 at 2 * (j / 4). Here j = 8c + 2b + h.
-    __device__ static float scale(const Lane& l, int c, int b, int h) {
+    __device__ static float super(const Lane& l) { return half_bits(static_cast<uint16_t>(l.s[3])); }
+    __device__ static int int_scale(const Lane& l, int c, int b, int h) {
         int j = 2 * b + h;
         uint32_t low = (l.s[j >> 2] >> (8 * (j & 3) + 4 * c)) & 15;
         uint32_t top = (l.s[2] >> (8 * (j & 3) + 2 * (2 * c + (j >> 2)))) & 3;
-        int sc = static_cast<int>(low | top << 4) - 32;
-        return __fmul_rn(half_bits(static_cast<uint16_t>(l.s[3])), static_cast<float>(sc));
+        return static_cast<int>(low | top << 4) - 32;
     }
-    __device__ static float minimum(const Lane&, int, int, int) { return 0.0f; }
     __device__ static void pack_scales(const uint8_t* block, uint8_t* rec, int row, int) {
         for (int i = 0; i < 12; ++i) rec[kScales + row * 12 + i] = block[96 + i];
         put16(rec + kScales + 96 + row * 2, raw16(block + 108));
@@ -329,6 +326,7 @@ struct Q3_K : RecordType<256, 110, 2, 1, 4> {
 };
 // Q2_K: sixteen bytes of (scale, minimum) nibbles [row], then d and dmin [row].
 struct Q2_K : RecordType<256, 84, 2, 0, 5> {
+    static constexpr int kDepth = 3;  // four spill
     static constexpr bool kHalf = true, kMin = true;
     static constexpr int kMul = 1;
     template <class M>
@@ -350,13 +348,10 @@ struct Q2_K : RecordType<256, 84, 2, 0, 5> {
     __device__ static uint32_t pair(const Lane& l, int c, int b, int h) {
         return (b < 2 ? l.s[2 * c] : l.s[2 * c + 1]) >> (16 * (b & 1) + 8 * h);
     }
-    __device__ static float scale(const Lane& l, int c, int b, int h) {
-        return __fmul_rn(half_bits(static_cast<uint16_t>(l.s[4])), static_cast<float>(pair(l, c, b, h) & 15));
-    }
-    __device__ static float minimum(const Lane& l, int c, int b, int h) {
-        float dmin = half_bits(static_cast<uint16_t>(l.s[4] >> 16));
-        return __fmul_rn(dmin, static_cast<float>((pair(l, c, b, h) >> 4) & 15));
-    }
+    __device__ static float super(const Lane& l) { return half_bits(static_cast<uint16_t>(l.s[4])); }
+    __device__ static float super_min(const Lane& l) { return half_bits(static_cast<uint16_t>(l.s[4] >> 16)); }
+    __device__ static int int_scale(const Lane& l, int c, int b, int h) { return pair(l, c, b, h) & 15; }
+    __device__ static int int_min(const Lane& l, int c, int b, int h) { return (pair(l, c, b, h) >> 4) & 15; }
     __device__ static void pack_scales(const uint8_t* block, uint8_t* rec, int row, int) {
         for (int i = 0; i < 16; ++i) rec[kScales + row * 16 + i] = block[i];
         for (int i = 0; i < 4; ++i) rec[kScales + 128 + row * 4 + i] = block[80 + i];
@@ -379,17 +374,34 @@ struct IQ4_XS : RecordType<256, 136, 4, 0, 2> {
         return (block[8 + 16 * (i >> 5) + (i & 15)] >> (4 * ((i >> 4) & 1))) & 15;
     }
     __device__ static uint32_t word(const Lane& l, int c, int b, int h) { return iq4_word(l.q[c][b], h); }
-    __device__ static float scale(const Lane& l, int c, int b, int) {
+    __device__ static float super(const Lane& l) { return half_bits(static_cast<uint16_t>(l.s[0])); }
+    __device__ static int int_scale(const Lane& l, int c, int b, int) {
         int j = 4 * c + b;
         uint32_t low = (l.s[1] >> (4 * j)) & 15, top = (l.s[0] >> (16 + 2 * j)) & 3;
-        int sc = static_cast<int>(low | top << 4) - 32;
-        return __fmul_rn(half_bits(static_cast<uint16_t>(l.s[0])), static_cast<float>(sc));
+        return static_cast<int>(low | top << 4) - 32;
     }
-    __device__ static float minimum(const Lane&, int, int, int) { return 0.0f; }
     __device__ static void pack_scales(const uint8_t* block, uint8_t* rec, int row, int) {
         for (int i = 0; i < 8; ++i) rec[kScales + row * 8 + i] = block[i];
     }
 };
+
+// The float scale and minimum of sub-block (c, b, h), whatever the type keeps.
+template <class Q>
+__device__ inline float scale_of(const typename Q::Lane& l, int c, int b, int h) {
+    if constexpr (Q::kInteger)
+        return __fmul_rn(Q::super(l), static_cast<float>(Q::int_scale(l, c, b, h)));
+    else
+        return Q::scale(l, c, b, h);
+}
+template <class Q>
+__device__ inline float minimum_of(const typename Q::Lane& l, int c, int b, int h) {
+    if constexpr (!Q::kMin)
+        return 0.0f;
+    else if constexpr (Q::kInteger)
+        return __fmul_rn(Q::super_min(l), static_cast<float>(Q::int_min(l, c, b, h)));
+    else
+        return Q::minimum(l, c, b, h);
+}
 
 // ---- float types: row-major, as in the file -------------------------------------------------------
 struct F32 {
@@ -433,7 +445,7 @@ __device__ inline float4 row_values(const uint8_t* w, int row, int k, int row_le
         int c = (k % Q::kRecK) >> 7;
         typename Q::Lane l = Q::template load<Streamed>(rec, (row & 7) * 4 + t);
         uint32_t w4 = Q::word(l, c, b, h);
-        float scale = Q::scale(l, c, b, h), minimum = Q::minimum(l, c, b, h);
+        float scale = scale_of<Q>(l, c, b, h), minimum = minimum_of<Q>(l, c, b, h);
         float v[4];
 #pragma unroll
         for (int e = 0; e < 4; ++e) {

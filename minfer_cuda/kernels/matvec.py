@@ -16,6 +16,7 @@ from minfer_cuda.kernels.rope import CACHE_TYPES
 from minfer_cuda.quants import by_name
 
 _MOST_PARTS = 16  # of a strip along K
+_BLOCK_BYTES = 96 * 1024  # of weights that a block streams
 _SHARED_BYTES = 100 * 1024  # of a block: two fit an SM of 227 KiB
 _INPUTS = ("Quantised", "Normed")
 
@@ -54,15 +55,16 @@ def _shared(strips: int, w: Matrix, x: Row) -> int:
     return max(strips * _sum_bytes(w), scratch) + padded(w.cols) // 32 * (32 + 4 + 8)
 
 
-def _blocks(units: int, strips: int, w: Matrix, x: Row, sm_count: int) -> int:
+def _blocks(units: int, strips: int, w: Matrix, x: Row, sm_count: int, most: int) -> int:
     """Blocks for `units` of `strips` strips each: one a unit while two blocks an SM hold them all,
-    else one an SM; more where the sums of a block would not fit its shared memory."""
-    room = _SHARED_BYTES - _shared(0, w, x)
-    most = room // (strips * _sum_bytes(w))
-    if most < 1:
+    else about _BLOCK_BYTES each, so that the card's scheduler balances them. `most`: units that a
+    block may have; its shared memory bounds them too."""
+    room = (_SHARED_BYTES - _shared(0, w, x)) // (strips * _sum_bytes(w))
+    if room < 1:
         raise KernelError(f"matvec: K = {w.cols} needs more than {_SHARED_BYTES} bytes a block")
-    wanted = units if units <= 2 * sm_count else sm_count
-    return max(wanted, ceil_div(units, most))
+    unit_bytes = strips * w.data.nbytes // ceil_div(w.rows, 8)
+    each = 1 if units <= 2 * sm_count else max(1, _BLOCK_BYTES // unit_bytes)
+    return ceil_div(units, min(each, room, most))
 
 
 class _Input(ctypes.Structure):
@@ -116,7 +118,7 @@ def matvec(
         if array is not None:
             expect("matvec", name, array, (w.rows,), np.float32)
     strips = ceil_div(w.rows, 8)
-    blocks = _blocks(strips, 1, w, x, device.sm_count)
+    blocks = _blocks(strips, 1, w, x, device.sm_count, strips)
     out = _Output(pointer(bias), pointer(residual), pointer(y), w.rows)
     kernel = device.kernel("matvec", f"matvec<{w.quant.cuda_name}, {kind}>")
     kernel(blocks, BLOCK, w.data, row, out, shared=_shared(ceil_div(strips, blocks), w, x))
@@ -131,7 +133,7 @@ def matvec_gate_up(device: Device, gate: Matrix, up: Matrix, x: Row, out: Activa
             f"up {up.quant.name} {up.rows}x{up.cols}, expected the same"
         )
     units = padded(gate.rows) // 32
-    blocks = _blocks(units, 8, gate, x, device.sm_count)
+    blocks = _blocks(units, 8, gate, x, device.sm_count, units)
     kernel = device.kernel("matvec", f"matvec_gate_up<{gate.quant.cuda_name}, {kind}>")
     arguments = (gate.data, up.data, row, out.qs, out.ds, out.x, gate.rows)
     kernel(blocks, BLOCK, *arguments, shared=_shared(ceil_div(units, blocks) * 8, gate, x))
@@ -178,10 +180,9 @@ def matvec_qkv(
     expect("matvec_qkv", "v_cache", v_cache, tuple(k_cache.shape), k_cache.dtype)
     row, kind = _input("matvec_qkv", x, weights[0])
     units = [w.rows // 16 for w in weights]
-    each = ceil_div(sum(units), device.sm_count)
+    share = device.sm_count // 3  # of the card, as the three products are one launch
     blocks = [
-        max(ceil_div(n, each), _blocks(n, 2, w, x, 1)) if each > 1 else n
-        for n, w in zip(units, weights, strict=True)
+        _blocks(n, 2, w, x, share, BLOCK // 8) for n, w in zip(units, weights, strict=True)
     ]
     arguments = _QkvArguments(
         tuple(w.data.data.ptr for w in weights),
