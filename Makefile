@@ -23,8 +23,8 @@ $(MODEL): | $(READY)
 	$(PY) scripts/get_model.py 0.5b --into models
 
 demo: $(READY) $(MODEL)  ## install, fetch a real Qwen2.5 0.5B and stream an answer
-	$(PY) -m cli generate $(MODEL) --temp 0 --max-tokens 160 \
-	  "Write a Python function that checks whether a string is a palindrome, and explain it in one sentence."
+	$(PY) -m cli generate $(MODEL) --temp 0 --max-tokens 200 \
+	  "Write a Python function that checks whether a word is a palindrome. Only the code."
 
 test: $(READY)  ## lint and test; needs no GPU and no model
 	$(PY) -m ruff check .
