@@ -134,6 +134,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--no-pdl", action="store_true", help="launch without programmatic dependence")
     add("--seconds", type=float, default=600, help="begin no case after that many")
     add("--device", type=int, default=0)
+    add("--commit", help="of the source tree, where it cannot tell")
     add("--out", type=Path, help="default: benchmarks/results/kernels.json, phases-SIZE.json")
     options = parser.parse_args(words)
     for name, allowed in (("sizes", SIZES), ("kernels", cases.KERNELS)):
@@ -157,6 +158,7 @@ def main() -> None:
         "read_gb_s": round(read / 1e9, 1),
         "mma_tops": {kind: rate / 1e12 for kind, rate in ceiling.mma.items()},
     }
+    result["commit"] = result["commit"] or options.commit
     timer = measure.GraphTimer(device)
     if options.phases:
         from benchmarks.phases import run_phases

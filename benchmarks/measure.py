@@ -93,11 +93,12 @@ def say(text: str) -> None:
 
 
 def about(ordinal: int = 0) -> dict[str, Any]:
-    """Card, software, commit, date and the command that was run, its output file left out."""
+    """Card, software, commit, date and the command that was run, less where its result goes."""
     words = ["python", *sys.orig_argv[1:]]
-    if "--out" in words:
-        at = words.index("--out")
-        del words[at : at + 2]
+    for option in ("--out", "--commit"):
+        if option in words:
+            at = words.index(option)
+            del words[at : at + 2]
     return {"command": shlex.join(words), **about_software(), **about_gpu(ordinal)}
 
 

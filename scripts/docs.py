@@ -1,7 +1,7 @@
-"""Write the README's generated parts: help texts and the table of tensor types.
+"""Write the generated parts of documents: help texts, tensor types, tables of measured speed.
 
-    python scripts/docs.py            rewrite README.md
-    python scripts/docs.py --check    exit 1 when it is not current
+    python scripts/docs.py            rewrite README.md, benchmarks/NOTES.md and the plot
+    python scripts/docs.py --check    exit 1 when one is not current
 
 A generated part stands between `<!-- begin NAME -->` and `<!-- end NAME -->`.
 """
@@ -15,8 +15,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks import render
+
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
+NOTES = ROOT / "benchmarks" / "NOTES.md"
+PLOT = render.RESULTS / "decode.svg"
 COMMANDS = ("generate", "chat", "info", "bench", "perplexity")
 PART = re.compile(r"(<!-- begin (?P<name>[\w -]+) -->\n).*?(<!-- end (?P=name) -->)", re.DOTALL)
 
@@ -39,28 +44,35 @@ def help_text(command: str) -> str:
 def part(name: str) -> str:
     """The text of one generated part."""
     if name == "types":
-        sys.path.insert(0, str(ROOT))
         from minfer_cuda.quants import supported_table
 
         return supported_table()
+    if name in render.PARTS:
+        return render.PARTS[name](render.load())
     return help_text(name.removeprefix("help "))
 
 
-def render(text: str) -> str:
+def generated() -> dict[Path, str]:
+    """Every document and plot, its generated parts written anew."""
+    texts = {path: with_parts(path.read_text(encoding="utf-8")) for path in (README, NOTES)}
+    return texts | {PLOT: render.plot(render.load())}
+
+
+def with_parts(text: str) -> str:
     """The document with every generated part written anew."""
     return PART.sub(lambda m: f"{m[1]}{part(m['name'])}\n{m[3]}", text)
 
 
 def main() -> None:
-    """Rewrite or check README.md."""
+    """Rewrite or check."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
-    old = README.read_text(encoding="utf-8")
-    new = render(old)
-    if check and new != old:
-        sys.exit("error: README.md is not current: run `make docs`")
-    README.write_text(new, encoding="utf-8")
+    for path, text in generated().items():
+        old = path.read_text(encoding="utf-8") if path.exists() else None
+        if check and text != old:
+            sys.exit(f"error: {path.relative_to(ROOT)} is not current: run `make docs`")
+        path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

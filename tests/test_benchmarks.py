@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections import Counter
 from types import SimpleNamespace
+from xml.etree import ElementTree
 
 import pytest
 from devices import simt_device
 
-from benchmarks import cases, kernels, measure, phases, synthetic
+from benchmarks import cases, kernels, measure, models, phases, render, synthetic
 from benchmarks.bed import Bed, DryBed
 from benchmarks.synthetic import FTYPES, SIZES, Pools, Size, matrix_types, write_synthetic
 from minfer_cuda.config import Qwen2Config
@@ -311,7 +312,9 @@ def test_the_floor_counts_every_byte_of_weights_and_cache(runner):
 
 def test_phases_of_a_size_are_those_of_its_synthetic_file(monkeypatch):
     monkeypatch.setitem(SIZES, "tiny", TINY)
-    monkeypatch.setattr(synthetic, "POOL_BLOCKS", 1009)
+    monkeypatch.setattr(phases, "write_synthetic", write_tiny)
+    monkeypatch.setattr(phases, "PHASES", ("o",))
+    monkeypatch.setattr(phases, "STEPS", 1)
     device = simt_device()
     found = phases.run_phases(device, "tiny", "q4_0", [0, 3], instant, read=1e9)
     assert [table["depth"] for table in found["tables"]] == [0, 3]
@@ -344,3 +347,94 @@ def test_the_result_is_a_file_and_the_last_line(tmp_path, capsys):
     measure.finish(result, tmp_path / "new" / "r.json")
     assert json.loads((tmp_path / "new" / "r.json").read_text()) == result
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == result
+
+
+@pytest.fixture
+def results(tmp_path):
+    """A folder with one result of each kind, of made-up figures."""
+    row = {"depth": 0, "spread": 1.0, "seconds": [1.0], "mbu": None, "tops": None}
+    rows = [
+        row | {"test": "prefill", "name": "pp512", "tokens_per_s": 15000.4, "tops": 195.6},
+        row | {"test": "decode", "name": "tg128", "tokens_per_s": 650.4, "mbu": 0.6501},
+        row | {"test": "decode", "name": "tg128 @ 4096", "tokens_per_s": 600.0, "mbu": 0.62},
+    ]
+    about = {"device": "A card", "driver": "1.2", "date": "2026-01-02T03:04:05", "commit": "abc"}
+    about |= {"read_gb_s": 4300.0}
+    model = about | {"file": "synthetic-7b-q4_k_m.gguf", "weight_bytes_per_token": 4.3e9}
+    phase = {"phase": "o", "calls": 28, "us": 100.0, "us_each": 3.571, "bytes": 1, "floor_us": 54.1}
+    at = {"depth": 0, "step_us": 1250.0, "floor_us": 1010.0, "phases": [phase]}
+    case = {"kernel": "matvec", "size": "7b", "what": "o", "type": "Q4_K", "rows": 1}
+    found = {
+        "bench-7b": model | {"kind": "bench", "results": rows},
+        "bench-small": model
+        | {"kind": "bench", "file": "a<b.gguf", "weight_bytes_per_token": 1e9, "results": rows[:2]},
+        "phases-7b": model | {"kind": "phases", "tables": [at]},
+        "kernels": about
+        | {
+            "kind": "kernels",
+            "rows": [
+                case | {"us": 3.5, "gb_s": 2065.0, "share": 0.48, "of": "read"},
+                case | {"error": "KernelError: no"},
+            ],
+        },
+    }
+    for name, result in found.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(result))
+    return render.load(tmp_path)
+
+
+def test_the_speed_table_has_rate_share_and_ceiling_small_models_first(results):
+    lines = render.speed(results).splitlines()
+    assert lines[0] == "| Decode, tok/s | ceiling | tg128 | tg128 @ 4096 |"
+    assert lines[2] == "| a<b | 4,300 | 650 (65%) |  |"
+    assert lines[3] == "| 7b-q4_k_m (random weights) | 1,000 | 650 (65%) | 600 (62%) |"
+    assert "| a<b | 15,000 (196 TOP/s) |" in lines
+    assert lines[-1] == "A card, driver 1.2, 4,300 GB/s read, 2026-01-02, commit abc."
+
+
+def test_phases_and_kernels_are_set_beside_their_floors(results):
+    phases_text, kernels_text = render.phases(results), render.kernels(results)
+    assert "| o | 28 | 100.0 | 3.57 | 54.1 | 45.9 |" in phases_text
+    assert "| step |  | 1,250.0 |  | 1,010.0 | 240.0 |" in phases_text
+    assert "depth 0: 800 steps/s" in phases_text
+    assert "| matvec | 7b | o | Q4_K | 1 | 3.50 | 2,065 |  | 48% of read |" in kernels_text
+    assert "| failed |" in kernels_text
+
+
+def test_the_plot_is_well_formed_and_has_a_bar_for_each_decode_row(results):
+    root = ElementTree.fromstring(render.plot(results))
+    texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert "a<b, tg128" in texts
+    assert texts.count("650 of 1,000 (65%)") == 2
+    bars = [e for e in root.iter("{http://www.w3.org/2000/svg}rect") if e.get("fill") == "#3b7dd8"]
+    assert len(bars) == 3
+
+
+def test_without_results_everything_says_so():
+    assert {part([]) for part in render.PARTS.values()} == {render.NOTHING}
+    assert render.NOTHING in render.plot([])
+
+
+def test_the_benchmark_of_a_synthetic_model_is_a_result_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(SIZES, "tiny", TINY)
+    monkeypatch.setattr(models, "write_synthetic", write_tiny)
+    words = ["tiny:q8_0", "--into", str(tmp_path), "--commit", "abc", "--"]
+    assert (
+        models.main([*words, "--device", "cpu", "-p", "4", "-n", "2", "-d", "0,3", "-r", "1"]) == 0
+    )
+    result = json.loads((tmp_path / "bench-synthetic-tiny-q8_0.json").read_text())
+    assert result["command"].startswith("minfer bench synthetic-tiny-q8_0.gguf --device cpu")
+    assert [row["name"] for row in result["results"]] == ["pp4", "tg2", "pp4 @ 3", "tg2 @ 3"]
+    assert json.loads(capsys.readouterr().out) == result
+    assert "7b" not in render.speed([result])
+
+
+def write_tiny(path, size, ftype):
+    write_synthetic(path, size, ftype, pools=Pools(0, blocks=1009))
+
+
+def test_a_model_that_fails_does_not_end_the_others(tmp_path, capsys):
+    assert models.main(["/no/such.gguf", "--into", str(tmp_path), "--", "--device", "cpu"]) == 1
+    assert "failed with exit code 1" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        models.main(["7b:q9"])
