@@ -54,7 +54,7 @@ def test_every_folder_of_the_package_is_listed_for_installation():
 
 
 def test_an_installed_package_has_kernels_and_command_and_no_generic_names(tmp_path):
-    pytest.importorskip("setuptools")
+    pytest.importorskip("setuptools", minversion="70.1")
     source = tmp_path / "source"
     tracked = run("git", "ls-files", "-co", "--exclude-standard", "minfer_cuda", "cli", "cuda")
     files = tracked.stdout.split() if tracked.returncode == 0 else []
