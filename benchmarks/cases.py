@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.bed import Bed
-from benchmarks.synthetic import SIZES, Size, matrix_shapes, matrix_types
+from benchmarks.family import SIZES, Size, matrix_shapes, matrix_types
 from minfer_cuda.kernels import DeviceArray
 from minfer_cuda.kernels.attention import attention
 from minfer_cuda.kernels.attention import plan as attention_plan

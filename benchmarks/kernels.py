@@ -16,6 +16,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import cases, measure
 from benchmarks.bed import Bed, DryBed
-from benchmarks.synthetic import FTYPES, SIZES
+from benchmarks.family import FTYPES, SIZES
 from minfer_cuda.errors import MinferError
 from minfer_cuda.kernels.module import CudaDevice
 from minfer_cuda.kernels.read import read_bandwidth
@@ -89,7 +90,7 @@ def run(
             break
         try:
             row = measured(case, bed, timer, ceiling)
-        except (MinferError, ValueError, RuntimeError) as error:
+        except Exception as error:
             row = case.words() | {"error": f"{type(error).__name__}: {error}"}
         rows.append(row)
         measure.say(told(row))
@@ -110,14 +111,15 @@ def compile_all(device: CudaDevice, chosen: Sequence[cases.Case]) -> None:
     """Compile what the cases launch, on threads, before anything is timed."""
     dry = DryBed(device)
     for case in chosen:
-        try:
+        with suppress(MinferError):  # told when its turn comes
             case.prepare(dry).launch(0)
-        except MinferError:
-            continue  # told when its turn comes
     names = sorted(dry.device.launched)
     start = time.perf_counter()
-    device.compile(names)
-    measure.say(f"{len(names)} kernels ready in {time.perf_counter() - start:.1f} s")
+    try:
+        device.compile(names)
+    except MinferError as error:
+        measure.say(f"compiling ahead failed, the cases go on: {error}")
+    measure.say(f"{len(names)} kernels, {time.perf_counter() - start:.1f} s")
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.family import FTYPES, SIZES
 from benchmarks.measure import RESULTS, in_memory, say
-from benchmarks.synthetic import FTYPES, SIZES, write_synthetic
+from benchmarks.synthetic import write_synthetic
 
 ROOT = Path(__file__).resolve().parent.parent
 

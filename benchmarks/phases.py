@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.family import SIZES
 from benchmarks.measure import Timer, in_memory, say
-from benchmarks.synthetic import SIZES, write_synthetic
+from benchmarks.synthetic import write_synthetic
 from minfer_cuda.config import Qwen2Config
 from minfer_cuda.gguf import GGUFFile
 from minfer_cuda.kernels import DeviceArray

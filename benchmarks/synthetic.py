@@ -13,17 +13,31 @@ ids, and made-up words with their merges.
 from __future__ import annotations
 
 import argparse
+import errno
 import itertools
+import mmap
+import os
+import shutil
 import string
 import sys
 import time
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.family import (
+    FTYPES,
+    NO_F16,
+    SIZES,
+    Size,
+    matrix_shapes,
+    matrix_types,
+    vector_shapes,
+)
 from minfer_cuda.quants import by_name
 from minfer_cuda.tokenizer import CONTROL, UNUSED, byte_characters
 
@@ -34,97 +48,6 @@ CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-
-
-@dataclass(frozen=True)
-class Size:
-    """Shapes of one checkpoint; letters of ARCHITECTURE.md."""
-
-    layers: int  # L
-    d: int  # D
-    ffn: int  # F
-    heads: int  # H
-    kv_heads: int  # G
-    vocab: int  # V
-
-    @property
-    def head_dim(self) -> int:
-        return self.d // self.heads
-
-    @property
-    def kv_width(self) -> int:
-        return self.kv_heads * self.head_dim
-
-
-SIZES = {
-    "0.5b": Size(24, 896, 4864, 14, 2, 151936),
-    "1.5b": Size(28, 1536, 8960, 12, 2, 151936),
-    "3b": Size(36, 2048, 11008, 16, 2, 151936),
-    "7b": Size(28, 3584, 18944, 28, 4, 152064),
-    "14b": Size(48, 5120, 13824, 40, 8, 152064),
-    "32b": Size(64, 5120, 27648, 40, 8, 152064),
-    "72b": Size(80, 8192, 29568, 64, 8, 152064),
-}
-NO_F16 = ("14b", "32b", "72b")
-# name -> (type of most matrices, general.file_type)
-FTYPES = {
-    "f16": ("F16", 1),
-    "q4_0": ("Q4_0", 2),
-    "q8_0": ("Q8_0", 7),
-    "q4_k_m": ("Q4_K", 15),
-    "q5_k_m": ("Q5_K", 17),
-    "q6_k": ("Q6_K", 18),
-}
-# what llama.cpp takes where a row is no whole number of 256-value blocks
-FALLBACK = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
-
-
-def more_bits(position: int, n: int) -> bool:
-    """Whether the mixes give attn_v and ffn_down more bits: the first and the last eighth of the
-    layers, and every third one between."""
-    eighth = n // 8
-    return position < eighth or position >= 7 * n // 8 or (position - eighth) % 3 == 2
-
-
-def layers_with_more_bits(n: int) -> set[int]:
-    """`position` counts layers in the order of their names (0, 1, 10, 11, ..., 2, 20, ...), which
-    is how the published files were quantised."""
-    return {layer for i, layer in enumerate(sorted(range(n), key=str)) if more_bits(i, n)}
-
-
-def matrix_shapes(size: Size) -> dict[str, tuple[int, int]]:
-    """Name -> (N, K) of every matrix, in the order of the published files."""
-    block = {
-        "ffn_down": (size.d, size.ffn),
-        "ffn_gate": (size.ffn, size.d),
-        "ffn_up": (size.ffn, size.d),
-        "attn_k": (size.kv_width, size.d),
-        "attn_output": (size.d, size.d),
-        "attn_q": (size.d, size.d),
-        "attn_v": (size.kv_width, size.d),
-    }
-    shapes = {"output.weight": (size.vocab, size.d), "token_embd.weight": (size.vocab, size.d)}
-    for i in range(size.layers):
-        shapes |= {f"blk.{i}.{role}.weight": shape for role, shape in block.items()}
-    return shapes
-
-
-def matrix_types(size: Size, ftype: str) -> dict[str, str]:
-    """Name -> tensor type of every matrix: the mix that llama.cpp's quantiser chooses."""
-    base, _ = FTYPES[ftype]
-    better = layers_with_more_bits(size.layers) if ftype in ("q4_k_m", "q5_k_m") else set()
-    types = {}
-    for name, (_, k) in matrix_shapes(size).items():
-        parts = name.split(".")
-        kind = base
-        if name == "output.weight" and base not in ("F16", "Q8_0"):
-            kind = "Q6_K"
-        elif parts[0] == "blk" and parts[2] in ("attn_v", "ffn_down") and int(parts[1]) in better:
-            kind = "Q6_K"
-        elif parts[-2] == "attn_v" and kind == "Q4_K" and size.layers == 80:
-            kind = "Q5_K"  # few rows for many query heads
-        types[name] = FALLBACK[kind] if kind in FALLBACK and k % 256 else kind
-    return types
 
 
 # Where a block has its scale d, and its minimum with the multiple of d that centres the values.
@@ -138,6 +61,7 @@ _SCALES = {
 # rows, and no matrix has that many.
 POOL_BLOCKS = 262139
 POOL_VALUES = 16777213
+PIECE_BYTES = 16 << 20  # that a thread writes at once
 
 
 class Pools:
@@ -182,19 +106,11 @@ class Pools:
         write_scale(deviation / unit * spread)
         return blocks.reshape(-1)
 
-    def matrix(
-        self, type_name: str, shape: tuple[int, int], deviation: float
-    ) -> Iterator[memoryview]:
-        """The bytes of a matrix (N, K), in pieces, from a random block of the pool on."""
-        quant = by_name(type_name)
-        pool = memoryview(self.pool(type_name, deviation))
-        left = shape[0] * shape[1] // quant.block_size * quant.block_bytes
-        at = int(self.rng.integers(len(pool) // quant.block_bytes)) * quant.block_bytes
-        while left:
-            piece = pool[at : at + left]
-            yield piece
-            left -= len(piece)
-            at = 0
+    def start(self, type_name: str) -> int:
+        """The byte of a random block in a pool of that type."""
+        if type_name in _SCALES:
+            return int(self.rng.integers(self._blocks)) * by_name(type_name).block_bytes
+        return int(self.rng.integers(self._values)) * by_name(type_name).block_bytes
 
 
 def standard_deviation(name: str, k: int) -> float:
@@ -202,19 +118,6 @@ def standard_deviation(name: str, k: int) -> float:
     if name == "token_embd.weight":
         return 1.0
     return (2.0 if name == "output.weight" else 1.0) * k**-0.5
-
-
-def vector_shapes(size: Size) -> dict[str, int]:
-    """Norm weights and biases: name -> length."""
-    shapes = {}
-    for i in range(size.layers):
-        shapes |= {f"blk.{i}.{name}.weight": size.d for name in ("attn_norm", "ffn_norm")}
-        shapes |= {
-            f"blk.{i}.attn_q.bias": size.d,
-            f"blk.{i}.attn_k.bias": size.kv_width,
-            f"blk.{i}.attn_v.bias": size.kv_width,
-        }
-    return shapes | {"output_norm.weight": size.d}
 
 
 def vocabulary(size: int) -> tuple[list[str], list[int], list[str]]:
@@ -253,16 +156,70 @@ def write_synthetic(
     )
     label = f"{size.upper() if isinstance(size, str) else 'custom'} {ftype.upper()}"
     alignment = _write_header(Path(path), shape, ftype, label, matrices, types, vectors)
-    with open(path, "ab") as file:
-        file.write(bytes(-file.tell() % alignment))
-        for name, (n, k) in matrices.items():
-            for piece in pools.matrix(types[name], (n, k), standard_deviation(name, k)):
-                file.write(piece)
-            file.write(bytes(-file.tell() % alignment))
-        for name, n in vectors.items():
-            values = 0.1 * pools.rng.standard_normal(n, np.float32)
-            file.write((values + ("norm" in name)).astype(np.float32).tobytes())
-            file.write(bytes(-file.tell() % alignment))
+    pieces: list[Piece] = []
+    end = Path(path).stat().st_size
+    for name, (n, k) in matrices.items():
+        pool = pools.pool(types[name], standard_deviation(name, k))
+        n_bytes = _matrix_bytes(types[name], n, k)
+        at = aligned(end, alignment)
+        pieces += cut(pool, pools.start(types[name]), at, n_bytes)
+        end = at + n_bytes
+    for name, n in vectors.items():
+        values = ("norm" in name) + 0.1 * pools.rng.standard_normal(n, np.float32)
+        at = aligned(end, alignment)
+        pieces.append(Piece(at, 4 * n, values.astype(np.float32).view(np.uint8), 0))
+        end = at + 4 * n
+    fill(Path(path), aligned(end, alignment), pieces)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes of a file that repeat a pool, from its byte `start` on."""
+
+    at: int
+    n_bytes: int
+    pool: np.ndarray
+    start: int
+
+
+def cut(pool: np.ndarray, start: int, at: int, n_bytes: int) -> list[Piece]:
+    """A long stretch as pieces for threads."""
+    return [
+        Piece(at + i, min(PIECE_BYTES, n_bytes - i), pool, (start + i) % len(pool))
+        for i in range(0, n_bytes, PIECE_BYTES)
+    ]
+
+
+def fill(path: Path, size: int, pieces: list[Piece]) -> None:
+    """Make the file `size` bytes long and write the pieces on every core: what takes time is the
+    system's getting of pages, and through a map the threads do not wait for each other."""
+
+    free = shutil.disk_usage(path.parent).free
+    if 0 < free < size - path.stat().st_size:  # a write through a map would kill the process
+        raise OSError(errno.ENOSPC, f"{size:,} bytes needed, {free:,} free", str(path))
+    with open(path, "r+b") as file:
+        file.truncate(size)
+        with mmap.mmap(file.fileno(), size) as view, ThreadPoolExecutor(os.cpu_count()) as threads:
+            for _ in threads.map(partial(_write, view), pieces):
+                pass
+
+
+def _write(view: mmap.mmap, piece: Piece) -> None:
+    target = np.frombuffer(view, np.uint8, piece.n_bytes, piece.at)
+    at = piece.start
+    while len(target):
+        n = min(len(target), len(piece.pool) - at)
+        target[:n] = piece.pool[at : at + n]
+        target, at = target[n:], 0
+
+
+def aligned(at: int, alignment: int) -> int:
+    return -(-at // alignment) * alignment
+
+
+def _matrix_bytes(type_name: str, n: int, k: int) -> int:
+    quant = by_name(type_name)
+    return n * k // quant.block_size * quant.block_bytes
 
 
 def _write_header(
@@ -301,10 +258,8 @@ def _write_header(
     writer.add_chat_template(CHATML)
     f32 = np.dtype(np.float32)
     for name, (n, k) in matrices.items():
-        quant = by_name(types[name])
-        n_bytes = n * k // quant.block_size * quant.block_bytes
-        kind = gguf.GGMLQuantizationType(quant.type_id)
-        writer.add_tensor_info(name, (n, k), f32, n_bytes, kind)
+        kind = gguf.GGMLQuantizationType(by_name(types[name]).type_id)
+        writer.add_tensor_info(name, (n, k), f32, _matrix_bytes(types[name], n, k), kind)
     for name, n in vectors.items():
         writer.add_tensor_info(name, (n,), f32, 4 * n)
     writer.write_header_to_file()
@@ -327,6 +282,8 @@ def main() -> None:
         write_synthetic(options.out, options.size, options.ftype, options.seed)
     except ValueError as error:
         parser.error(str(error))
+    except OSError as error:
+        sys.exit(f"error: {error}")
     seconds, n_bytes = time.perf_counter() - start, options.out.stat().st_size
     print(f"{options.out}: {n_bytes / 1e9:.2f} GB in {seconds:.1f} s", file=sys.stderr)
 

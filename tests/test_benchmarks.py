@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
+from contextlib import nullcontext
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
@@ -12,8 +14,18 @@ from devices import simt_device
 
 from benchmarks import cases, kernels, measure, models, phases, render, synthetic
 from benchmarks.bed import Bed, DryBed
-from benchmarks.synthetic import FTYPES, SIZES, Pools, Size, matrix_types, write_synthetic
+from benchmarks.family import (
+    FTYPES,
+    NO_F16,
+    SIZES,
+    Size,
+    matrix_shapes,
+    matrix_types,
+    vector_shapes,
+)
+from benchmarks.synthetic import Pools, write_synthetic
 from minfer_cuda.config import Qwen2Config
+from minfer_cuda.errors import KernelError
 from minfer_cuda.gguf import GGUFFile
 from minfer_cuda.llm import LLM
 from minfer_cuda.quants import QUANT_TYPES, by_name
@@ -80,8 +92,8 @@ def test_names_shapes_and_types_are_those_of_the_real_file(size, fixture, reques
     with GGUFFile.open(request.getfixturevalue(fixture)) as file:
         real = {name: (t.type_name, t.shape) for name, t in file.tensors.items()}
     types = matrix_types(SIZES[size], "q4_k_m")
-    ours = {name: (types[name], s) for name, s in synthetic.matrix_shapes(SIZES[size]).items()}
-    ours |= {name: ("F32", (n,)) for name, n in synthetic.vector_shapes(SIZES[size]).items()}
+    ours = {name: (types[name], s) for name, s in matrix_shapes(SIZES[size]).items()}
+    ours |= {name: ("F32", (n,)) for name, n in vector_shapes(SIZES[size]).items()}
     assert ours == real
 
 
@@ -108,7 +120,7 @@ def test_plain_types_keep_one_type_but_for_the_head(ftype, output):
 def test_the_blocks_of_the_pool_never_repeat_a_row_of_a_matrix(size):
     for ftype in FTYPES:
         types = matrix_types(SIZES[size], ftype)
-        for name, (n, k) in synthetic.matrix_shapes(SIZES[size]).items():
+        for name, (n, k) in matrix_shapes(SIZES[size]).items():
             block = by_name(types[name]).block_size
             pool = synthetic.POOL_VALUES if block == 1 else synthetic.POOL_BLOCKS
             assert n < pool and (k // block) % pool, (ftype, name)
@@ -143,6 +155,12 @@ def test_a_seed_gives_the_same_file(tmp_path):
     assert a == b != c
 
 
+def test_a_file_that_does_not_fit_is_refused_before_it_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(synthetic.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(OSError, match="bytes needed, 1,000 free"):
+        write_tiny(tmp_path / "x.gguf", TINY, "q4_0")
+
+
 def test_f16_above_7b_is_refused(tmp_path):
     with pytest.raises(ValueError, match="not for 14b"):
         write_synthetic(tmp_path / "x.gguf", "14b", "f16")
@@ -169,7 +187,7 @@ def dry_device():
 
 @pytest.mark.parametrize("ftype", FTYPES)
 def test_every_case_of_every_size_is_accepted_by_its_launcher(ftype):
-    sizes = [size for size in SIZES if ftype != "f16" or size not in synthetic.NO_F16]
+    sizes = [size for size in SIZES if ftype != "f16" or size not in NO_F16]
     options = kernels.arguments(["--sizes", ",".join(sizes), "--ftype", ftype])
     bed = DryBed(dry_device())
     for case in cases.choose(options):
@@ -233,6 +251,62 @@ def test_every_copy_is_used_in_turn_and_short_work_is_repeated():
     assert used[:6] == [0, 1, 2, 0, 1, 2]
     assert Counter(used[3:]) == {0: 333, 1: 333, 2: 333}  # a millisecond of microseconds
     assert each == [pytest.approx(1e-6)] * measure.REPETITIONS
+
+
+class FakeCuda:
+    """Events and a stream whose clock moves a millisecond a launch."""
+
+    def __init__(self):
+        self.calls = []
+        self.now = 0.0
+        fake = self
+
+        class Event:
+            def record(self, stream):
+                self.at = fake.now
+
+            def synchronize(self):
+                fake.calls.append("wait")
+
+        self.cuda = SimpleNamespace(
+            Event=Event, get_elapsed_time=lambda start, end: end.at - start.at
+        )
+        self.stream = self
+        self.current = nullcontext
+        self.synchronize = lambda: self.calls.append("wait")
+
+    def begin_capture(self):
+        self.calls.append("begin")
+
+    def end_capture(self):
+        self.calls.append("end")
+        return self
+
+    def launch(self, stream):
+        self.now += 1.0 + (self.now == 0)
+        self.calls.append("graph")
+
+
+def test_work_is_warmed_up_captured_and_replayed_and_the_first_replay_is_not_counted(monkeypatch):
+    fake = FakeCuda()
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    seconds = measure.GraphTimer(fake)(lambda: fake.calls.append("work"), repetitions=3)
+    assert seconds == [1e-3] * 3
+    assert fake.calls[:5] == ["work", "wait", "begin", "work", "end"]
+    assert fake.calls.count("graph") == 4
+
+
+def test_work_that_fails_in_a_capture_ends_the_capture(monkeypatch):
+    fake = FakeCuda()
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+
+    def work():
+        if "begin" in fake.calls:
+            raise KernelError("refused")
+
+    with pytest.raises(KernelError, match="refused"):
+        measure.GraphTimer(fake)(work)
+    assert fake.calls[-1] == "end"
 
 
 def test_copies_together_exceed_the_cache():
@@ -303,7 +377,7 @@ def test_the_floor_counts_every_byte_of_weights_and_cache(runner):
     types = matrix_types(TINY, "q4_0")
     matrices = sum(
         n * k // by_name(types[name]).block_size * by_name(types[name]).block_bytes
-        for name, (n, k) in synthetic.matrix_shapes(TINY).items()
+        for name, (n, k) in matrix_shapes(TINY).items()
         if name != "token_embd.weight"
     )
     assert sum(n_bytes[p] for p in ("qkv", "o", "gate_up", "down", "head")) == matrices
