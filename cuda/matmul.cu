@@ -1,6 +1,7 @@
 // matmul<Q, Tile, Stages>: y[t, n] = sum_k W[n, k] x[t, k] (+ bias[n]) (+ residual[t, n]) for T >= 2 tokens,
 // int8 tensor cores with a scale every 32 (16) values, so that it is as accurate as matvec.
 //   w   (N, K) in records (layout 2)       qs (T, Kp), ds (T, Kp / 32) q8 activations (layout 1)
+//   of rows that are `scale` (T) times as large
 //   y, residual (T, stride) float, columns [0, N)
 // Tile    weights are the rows (M) of the product, tokens the columns (N), so 2 or 2,048 tokens use the
 //         same weight path. A block makes 128 rows x Tile::kTokens; a stage is one record of K, of
@@ -193,6 +194,7 @@ struct MatmulArguments {
     const uint8_t* w;
     const int8_t* qs;
     const GroupScale* ds;
+    const float* scale;            // (T) factor of each row; null: 1
     const float *bias, *residual;  // null: none
     float* y;
     float* partial;  // (splits, T, N); unused with one split
@@ -256,6 +258,7 @@ __global__ void __launch_bounds__(kThreads) matmul(MatmulArguments a) {
                 v = __fadd_rn(v, load_coherent(a.partial + z * plane + static_cast<int64_t>(token) * a.n + row));
         }
         const int64_t at = static_cast<int64_t>(token) * a.stride + row;
+        if (a.scale) v = __fmul_rn(v, a.scale[token]);
         if (a.bias) v = __fadd_rn(v, a.bias[row]);
         if (a.residual) v = __fadd_rn(a.residual[at], v);
         a.y[at] = v;

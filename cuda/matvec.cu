@@ -3,9 +3,10 @@
 //   matvec_gate_up<Q, In>      q8 (and float32) of silu(Wg x) * (Wu x)
 //   matvec_qkv<Qq,Qk,Qv,KV,In> the three projections, biases, RoPE and the KV store
 // Shapes  W (N, K) in records (layout 2, quants.cuh), y (N) float. The input x is, by In,
-//         Quantised  one q8 row (layout 1), or
-//         Normed     a float row and an RMSNorm weight: every block norms and quantises it itself, the
-//                    bits of norm.cu (a launch of its own costs 1.5 us more than 132 blocks doing it).
+//         Quantised  one q8 row (layout 1), read through L1: copying it to shared memory first would
+//                    hold up the whole block; or
+//         Normed     a float row and an RMSNorm weight: every block norms and quantises it itself into
+//                    shared memory, with the bits of norm.cu, which costs less than another launch.
 // Split   a strip of 8 rows is cut along K into parts of `part_records` records; partial sums meet in
 //         shared memory once, at the end, and are added in order of K. The order depends on K and the
 //         type alone: fused or not, on any card, equal bits. A block owns a contiguous share of
@@ -23,79 +24,60 @@ constexpr int kThreads = kNormThreads;  // twice on an SM: 96 registers a thread
 constexpr int kWarps = kThreads / kWarp;
 
 struct Input {
-    const int8_t* qs;      // Quantised: (Kp), ds (Kp / 32)
+    const int8_t* qs;         // Quantised: (Kp), ds (Kp / 32)
     const GroupScale* ds;
+    const float* scale;       // factor of the row; null: 1
     const float *x, *weight;  // Normed: (K) each
     float eps;
     int k, part_records;
 };
 
-// One q8 row as the warps read it from shared memory.
-struct SharedRow {
-    uint32_t* qs;  // (Kp / 4)
-    float* d;      // (Kp / 32): scale / kMul
-    float2* sum;   // (Kp / 32): d * sum of values 0-15, 16-31; types with minima only
-
-    __device__ SharedRow(char* memory, int chunks)
-        : qs(reinterpret_cast<uint32_t*>(memory)), d(reinterpret_cast<float*>(memory + chunks * 128)),
-          sum(reinterpret_cast<float2*>(d + chunks * 4)) {}
-
-    template <class Q>
-    __device__ void put_scale(int group, const GroupScale& s) {
-        d[group] = __fmul_rn(s.d, 1.0f / Q::kMul);
-        if (Q::kMin)
-            sum[group] = make_float2(__fmul_rn(s.d, static_cast<float>(s.lo)),
-                                     __fmul_rn(s.d, static_cast<float>(s.hi)));
-    }
+// A q8 row, in global or in shared memory.
+struct Row {
+    const int8_t* qs;      // (Kp)
+    const GroupScale* ds;  // (Kp / 32)
 };
 
-// How a block gets its row: `before` what may be read before the wait, `share` the rest, ending with a
-// barrier. `scratch` is shared memory that the partial sums will take later.
+// How a block gets its row: `before` what may start before the wait, `take` the rest, `scale` the row's
+// factor when all sums are made. `memory` is the shared memory that take() leaves the row in.
 struct Quantised {
-    static constexpr bool kScratch = false;
+    static constexpr int kWeights = 0;
     __device__ static void before(const Input&, float*) {}
-    template <class Q>
-    __device__ static void share(const Input& in, SharedRow row, int chunks, float*) {
-        for (int i = threadIdx.x; i < chunks * 8; i += kThreads)
-            reinterpret_cast<uint4*>(row.qs)[i] = reinterpret_cast<const uint4*>(in.qs)[i];
-        for (int i = threadIdx.x; i < chunks * 4; i += kThreads) row.put_scale<Q>(i, in.ds[i]);
-        __syncthreads();
+    __device__ static Row take(const Input& in, char*, int, float*, float* partial) {
+        if (in.scale && threadIdx.x == 0) copy_async(partial, in.scale);
+        return Row{in.qs, in.ds};
     }
+    __device__ static float scale(const Input& in, const float* partial) { return in.scale ? *partial : 1.0f; }
 };
 struct Normed {
-    static constexpr bool kScratch = true;  // the norm's weight (K), the row (K)
-    __device__ static void before(const Input& in, float* scratch) {
-        for (int i = threadIdx.x * 4; i < in.k; i += kThreads * 4)
-            *reinterpret_cast<float4*>(scratch + i) = *reinterpret_cast<const float4*>(in.weight + i);
+    static constexpr int kWeights = 1;
+    __device__ static void before(const Input& in, float* weight) {
+        for (int i = threadIdx.x * 4; i < in.k; i += kThreads * 4) copy_async16(weight + i, in.weight + i);
+        copy_async_commit();
     }
-    template <class Q>
-    __device__ static void share(const Input& in, SharedRow row, int chunks, float* scratch) {
-        __shared__ float partial[kWarps];
-        const float rstd = row_rstd(in.x, in.k, in.eps, scratch + in.k, partial);
-        for (int i = threadIdx.x * 4; i < chunks * 128; i += kThreads * 4) {
-            float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            if (i < in.k)
-                v = normed(*reinterpret_cast<const float4*>(scratch + in.k + i), rstd,
-                           *reinterpret_cast<const float4*>(scratch + i));
-            const Quad quad = quantize_quad(v);
-            row.qs[q8_word_offset(i) / 4] = quad.word;
-            if ((i & 31) == 0) row.put_scale<Q>(i >> 5, quad.scale);
-        }
+    __device__ static Row take(const Input& in, char* memory, int chunks, float* weight, float* partial) {
+        int8_t* qs = reinterpret_cast<int8_t*>(memory);
+        GroupScale* ds = reinterpret_cast<GroupScale*>(memory + chunks * 128);
+        copy_async_wait<0>();  // of the weights, a thread reads what it has copied itself
+        weighted_row(in.x, weight, in.k, chunks * 128, partial,
+                     [&](int i, float4 v) { quantize4(v, i, true, qs, ds); });
         __syncthreads();
+        return Row{qs, ds};
     }
+    __device__ static float scale(const Input& in, const float* partial) { return row_rstd(partial, in.k, in.eps); }
 };
 
 // acc + the lane's part of one record times the row; `chunk` is the record's first.
 template <class Q>
-__device__ inline float dot_record(const typename Q::Lane& l, const SharedRow& x, int chunk, int t, float acc) {
+__device__ inline float dot_record(const typename Q::Lane& l, const Row& x, int chunk, int t, float acc) {
     float sum = 0.0f, least = 0.0f;
 #pragma unroll
     for (int c = 0; c < Q::kChunks; ++c) {
-        const uint4* qs = reinterpret_cast<const uint4*>(x.qs) + (chunk + c) * 8 + t * 2;
-        const uint4 x0 = qs[0], x1 = qs[1];
-        const float4 d4 = reinterpret_cast<const float4*>(x.d)[chunk + c];
+        const uint4* qs = reinterpret_cast<const uint4*>(x.qs + (chunk + c) * 128 + t * 32);
+        const uint4* ds = reinterpret_cast<const uint4*>(x.ds + (chunk + c) * 4);
+        const uint4 x0 = qs[0], x1 = qs[1], d0 = ds[0], d1 = ds[1];
         const uint32_t xs[4][2] = {{x0.x, x0.y}, {x0.z, x0.w}, {x1.x, x1.y}, {x1.z, x1.w}};
-        const float d[4] = {d4.x, d4.y, d4.z, d4.w};
+        const uint32_t d[4] = {d0.x, d0.z, d1.x, d1.z};
 #pragma unroll
         for (int b = 0; b < 4; ++b) {
             int dot = __dp4a(static_cast<int>(Q::word(l, c, b, 0)), static_cast<int>(xs[b][0]), 0);
@@ -106,29 +88,30 @@ __device__ inline float dot_record(const typename Q::Lane& l, const SharedRow& x
                 dot = __dp4a(static_cast<int>(Q::word(l, c, b, 1)), static_cast<int>(xs[b][1]), dot);
                 if constexpr (Q::kInteger) dot *= Q::int_scale(l, c, b, 0);
             }
-            if constexpr (Q::kInteger)
-                sum = fmaf(static_cast<float>(dot), d[b], sum);
-            else
-                sum = fmaf(__fmul_rn(Q::scale(l, c, b, 0), d[b]), static_cast<float>(dot), sum);
+            float scale = __uint_as_float(d[b]);
+            if constexpr (!Q::kInteger) scale = __fmul_rn(Q::scale(l, c, b, 0), scale);
+            sum = fmaf(static_cast<float>(dot), scale, sum);
         }
         if constexpr (Q::kMin) {  // the four lanes of a row take one block's minimum each
-            const float2 of = x.sum[(chunk + c) * 4 + t];
+            const GroupScale of = x.ds[(chunk + c) * 4 + t];
             if constexpr (Q::kHalf) {
-                least = fmaf(static_cast<float>(Q::int_min(l, c, t, 0)), of.x, least);
-                least = fmaf(static_cast<float>(Q::int_min(l, c, t, 1)), of.y, least);
+                const int both = Q::int_min(l, c, t, 0) * of.lo + Q::int_min(l, c, t, 1) * of.hi;
+                least = fmaf(static_cast<float>(both), of.d, least);
             } else if constexpr (Q::kInteger) {
-                least = fmaf(static_cast<float>(Q::int_min(l, c, t, 0)), __fadd_rn(of.x, of.y), least);
+                least = fmaf(static_cast<float>(Q::int_min(l, c, t, 0) * (of.lo + of.hi)), of.d, least);
             } else {
-                least = fmaf(Q::minimum(l, c, t, 0), __fadd_rn(of.x, of.y), least);
+                least = fmaf(__fmul_rn(Q::minimum(l, c, t, 0), of.d), static_cast<float>(of.lo + of.hi), least);
             }
         }
     }
+    constexpr float kUnit = 1.0f / Q::kMul;
     if constexpr (Q::kInteger) {
-        acc = fmaf(Q::super(l), sum, acc);
+        acc = fmaf(__fmul_rn(Q::super(l), kUnit), sum, acc);
         if constexpr (Q::kMin) acc = fmaf(-Q::super_min(l), least, acc);
         return acc;
     } else {
-        return __fadd_rn(acc, __fsub_rn(sum, least));
+        acc = fmaf(sum, kUnit, acc);
+        return Q::kMin ? __fsub_rn(acc, least) : acc;
     }
 }
 
@@ -144,10 +127,10 @@ struct Task {
 // Partial sums of strips [begin, end): sums[((strip - begin) * parts + part) * 8 + row]. `strips` maps
 // a strip to its matrix and the offset of its first record (in units of 16 bytes). The first loads
 // start before the wait for the input. `addends.before`, `.early` and `.late` start asynchronous copies
-// of what the end will need: before the wait, after it, and once more when that has arrived. Ends with
-// a barrier, all of it in shared memory.
+// of what the end will need: before the wait, after it, and once more when that has arrived. Returns
+// the row's factor, behind a barrier and with all that in shared memory.
 template <class Q, class In, int Depth = Q::kDepth, class Strips, class Addends>
-__device__ void strip_sums(const Strips& strips, int begin, int end, const Input& in, float* sums, char* row_memory,
+__device__ float strip_sums(const Strips& strips, int begin, int end, const Input& in, float* sums, char* row_memory,
                            Addends& addends) {
     const int lane = threadIdx.x % kWarp;
     const int warp = __shfl_sync(kFull, threadIdx.x / kWarp, 0);  // the same for all lanes, and known to be
@@ -182,8 +165,8 @@ __device__ void strip_sums(const Strips& strips, int begin, int end, const Input
     addends.before();
     pdl_wait();
     addends.early();
-    const SharedRow row(row_memory, records * Q::kChunks);
-    In::template share<Q>(in, row, records * Q::kChunks, sums);
+    __shared__ float partial[kWarps];
+    const Row row = In::take(in, row_memory, records * Q::kChunks, sums, partial);
     addends.late();
     copy_async_commit();
 
@@ -207,6 +190,7 @@ __device__ void strip_sums(const Strips& strips, int begin, int end, const Input
     }
     copy_async_wait<0>();
     __syncthreads();
+    return In::scale(in, partial);
 }
 
 // Row `row`, counted from the block's first, of what strip_sums left.
@@ -231,9 +215,8 @@ __device__ inline Share share_of(int units, int block, int blocks) {
 template <class Q, class In>
 __device__ inline char* row_memory(const Input& in, int most_strips) {
     const int parts = ceil_div(ceil_div(in.k, Q::kRecK), in.part_records);
-    int bytes = most_strips * parts * 32;
-    if (In::kScratch) bytes = max(bytes, in.k * 8);
-    return shared_bytes() + bytes;
+    // the norm's weights lie where the sums will
+    return shared_bytes() + max(most_strips * parts * 32, in.k * static_cast<int>(sizeof(float)) * In::kWeights);
 }
 template <class Q>
 __device__ inline uint32_t strip_size(const Input& in) {
@@ -278,10 +261,10 @@ __global__ void __launch_bounds__(kThreads, 2) matvec(const uint8_t* w, Input in
     __shared__ float bias[kThreads], residual[kThreads];
     const int t = threadIdx.x;
     RowAddends addends{out, bias + t, residual + t, row0 + t, t < rows};
-    strip_sums<Q, In>(plain, mine.begin, mine.end, in, sums,
-                      row_memory<Q, In>(in, ceil_div(strips, gridDim.x)), addends);
+    const float scale = strip_sums<Q, In>(plain, mine.begin, mine.end, in, sums,
+                                          row_memory<Q, In>(in, ceil_div(strips, gridDim.x)), addends);
     for (int r = t; r < rows; r += kThreads) {
-        float v = row_sum<Q>(sums, in, r);
+        float v = __fmul_rn(row_sum<Q>(sums, in, r), scale);
         if (out.bias) v = __fadd_rn(v, r == t ? bias[t] : out.bias[row0 + r]);
         if (out.residual) v = __fadd_rn(r == t ? residual[t] : out.residual[row0 + r], v);
         out.y[row0 + r] = v;
@@ -316,8 +299,8 @@ matvec_gate_up(const uint8_t* gate, const uint8_t* up, Input in, int8_t* qs_out,
     const Share mine = share_of(units, blockIdx.x, gridDim.x);
     const GateUpStrips strips{gate, up, strip_size<Q>(in), ceil_div(n, 8)};
     Nothing nothing;
-    strip_sums<Q, In>(strips, mine.begin * 8, mine.end * 8, in, sums,
-                      row_memory<Q, In>(in, ceil_div(units, gridDim.x) * 8), nothing);
+    const float scale = strip_sums<Q, In>(strips, mine.begin * 8, mine.end * 8, in, sums,
+                                          row_memory<Q, In>(in, ceil_div(units, gridDim.x) * 8), nothing);
     // eight lanes a unit, four neurons a lane; whole warps stay together for quantize4
     const int lane = threadIdx.x % 8;
     for (int base = 0; base < mine.end - mine.begin; base += kThreads / 8) {
@@ -328,7 +311,8 @@ matvec_gate_up(const uint8_t* gate, const uint8_t* up, Input in, int8_t* qs_out,
         for (int i = 0; i < 4; ++i) {
             if (!inside || neuron + i >= n) continue;
             const int r = unit * 64 + lane * 4 + i;
-            v[i] = swiglu_value(row_sum<Q>(sums, in, r), row_sum<Q>(sums, in, r + 32));
+            v[i] = swiglu_value(__fmul_rn(row_sum<Q>(sums, in, r), scale),
+                                __fmul_rn(row_sum<Q>(sums, in, r + 32), scale));
             if (y) y[neuron + i] = v[i];
         }
         if (qs_out) quantize4(make_float4(v[0], v[1], v[2], v[3]), neuron, inside, qs_out, ds_out);
@@ -394,11 +378,12 @@ __device__ void project_heads(const QkvArguments& a, int which, int block) {
     const int first = strips.strip_of((mine.begin + t / 8) * 2) * 8 + t % 8, second = first + a.head_dim / 2;
     PairAddends addends{a, bias + 2 * t, rotation + t, which, first, t < (mine.end - mine.begin) * 8};
     constexpr int kDepth = Q::kDepth - 1;  // three bodies in one kernel: fewer registers each
-    strip_sums<Q, In, kDepth>(strips, mine.begin * 2, mine.end * 2, in, sums,
-                      row_memory<Q, In>(in, ceil_div(units, a.blocks[which]) * 2), addends);
+    const float scale = strip_sums<Q, In, kDepth>(strips, mine.begin * 2, mine.end * 2, in, sums,
+                                                  row_memory<Q, In>(in, ceil_div(units, a.blocks[which]) * 2), addends);
     const int position = *a.position;
     if (!addends.inside) return;
-    float2 v = make_float2(row_sum<Q>(sums, in, t / 8 * 16 + t % 8), row_sum<Q>(sums, in, t / 8 * 16 + 8 + t % 8));
+    float2 v = make_float2(__fmul_rn(row_sum<Q>(sums, in, t / 8 * 16 + t % 8), scale),
+                           __fmul_rn(row_sum<Q>(sums, in, t / 8 * 16 + 8 + t % 8), scale));
     const float b0 = bias[2 * t], b1 = bias[2 * t + 1];
     v = which == 2 ? make_float2(__fadd_rn(v.x, b0), __fadd_rn(v.y, b1)) : rope_pair(v.x, v.y, b0, b1, rotation[t]);
     if (which == 0) {

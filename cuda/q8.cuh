@@ -9,8 +9,9 @@ struct Quad {
 };
 
 // Quantises four consecutive values per lane: lanes 8i..8i+7 of a warp hold the 32 values of one group
-// in order; all 32 lanes must call. q = rint(x / amax * 127), d = amax / 127: dividing by amax first
-// keeps rows of 1e-38 finite. A group with a NaN gets d = NaN, so that it is reported and not lost.
+// in order; all 32 lanes must call. q = rint(x * (127 / amax)), d = amax * (1 / 127); a group below 1e-35,
+// whose reciprocal would overflow, is zeros. A group with a NaN gets d = NaN, so that it is reported
+// and not lost.
 __device__ inline Quad quantize_quad(float4 v) {
     float amax = fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
     int nan = v.x != v.x || v.y != v.y || v.z != v.z || v.w != v.w;
@@ -19,13 +20,10 @@ __device__ inline Quad quantize_quad(float4 v) {
         amax = fmaxf(amax, __shfl_xor_sync(kFull, amax, m));
         nan |= __shfl_xor_sync(kFull, nan, m);
     }
-    int q[4] = {0, 0, 0, 0};
-    if (amax > 0.0f) {
-        q[0] = __float2int_rn(__fmul_rn(__fdiv_rn(v.x, amax), 127.0f));
-        q[1] = __float2int_rn(__fmul_rn(__fdiv_rn(v.y, amax), 127.0f));
-        q[2] = __float2int_rn(__fmul_rn(__fdiv_rn(v.z, amax), 127.0f));
-        q[3] = __float2int_rn(__fmul_rn(__fdiv_rn(v.w, amax), 127.0f));
-    }
+    if (amax < 1e-35f) amax = 0.0f;
+    const float inverse = amax > 0.0f ? __fdiv_rn(127.0f, amax) : 0.0f;
+    const int q[4] = {__float2int_rn(__fmul_rn(v.x, inverse)), __float2int_rn(__fmul_rn(v.y, inverse)),
+                      __float2int_rn(__fmul_rn(v.z, inverse)), __float2int_rn(__fmul_rn(v.w, inverse))};
     int sum = q[0] + q[1] + q[2] + q[3];
     sum += __shfl_xor_sync(kFull, sum, 1);
     sum += __shfl_xor_sync(kFull, sum, 2);
@@ -33,7 +31,7 @@ __device__ inline Quad quantize_quad(float4 v) {
     Quad out;
     out.word = (q[0] & 0xff) | (q[1] & 0xff) << 8 | (q[2] & 0xff) << 16 |
                static_cast<uint32_t>(q[3] & 0xff) << 24;
-    out.scale.d = nan ? __int_as_float(0x7fffffff) : __fdiv_rn(amax, 127.0f);
+    out.scale.d = nan ? __int_as_float(0x7fffffff) : __fmul_rn(amax, 1.0f / 127.0f);
     out.scale.lo = static_cast<int16_t>(sum);  // right in the group's first lane
     out.scale.hi = static_cast<int16_t>(other);
     return out;

@@ -44,6 +44,7 @@ def shapes(c: Qwen2Config, s: Sizes) -> dict[str, Shape]:
         "gate_up": ((min(b, FFN_ROWS), 2 * c.d_ffn), np.float32),
         "partials": ((PARTIALS if b > 1 else 1,), np.float32),  # of products split along K
         "arrivals": ((ARRIVALS,), np.int32),
+        "normed.scale": ((b,), np.float32),
         "attention_partials": ((max(1, partials),), np.float32),
         "attention_arrivals": ((max(1, arrivals),), np.int32),
     }
@@ -81,4 +82,4 @@ class Workspace:
             array = self._arrays.get(f"{name}.{form}")
             return None if array is None else array[:rows]
 
-        return Activations(part("x"), part("qs"), part("ds"))
+        return Activations(part("x"), part("qs"), part("ds"), scale=part("scale"))

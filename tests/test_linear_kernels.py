@@ -56,9 +56,11 @@ def q8_of(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     groups[:, : x.shape[1]] = x
     groups = groups.reshape(x.shape[0], -1, 32)
     amax = np.abs(groups).max(-1, keepdims=True)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        q = np.where(amax > 0, np.rint(groups / amax * np.float32(127)), 0)
-    return q.reshape(x.shape[0], -1), (amax / np.float32(127))[..., 0]
+    amax[amax < 1e-35] = 0
+    with np.errstate(divide="ignore"):
+        inverse = np.where(amax > 0, np.float32(127) / amax, 0).astype(np.float32)
+    q = np.rint(groups * inverse)
+    return q.reshape(x.shape[0], -1), (amax * np.float32(1 / 127))[..., 0]
 
 
 def to_q8(device: Device, x: np.ndarray, *, floats: bool = False) -> Activations:
@@ -145,13 +147,15 @@ def test_rms_norm_equals_float64(device: Device, k: int) -> None:
     rng = np.random.default_rng(3)
     x = rng.standard_normal((3, k)).astype(np.float32) * 7
     weight = rng.standard_normal(k).astype(np.float32)
-    out = Activations.empty(device, 3, k, floats=True, q8=True)
+    out = Activations.empty(device, 3, k, floats=True, q8=True, scaled=True)
     rms_norm(device, device.upload(x), device.upload(weight), out, 1e-6)
     x64 = x.astype(np.float64)
     exact = x64 / np.sqrt((x64**2).mean(-1, keepdims=True) + 1e-6) * weight
     y = device.download(out.x)
     assert np.all(np.abs(y - exact) <= (k / 8 + 8) * EPS * np.abs(exact) + 1e-12)
-    assert np.array_equal(unpermute(device.download(out.qs)), q8_of(y)[0])
+    assert np.array_equal(unpermute(device.download(out.qs)), q8_of(x * weight)[0])
+    rms = np.sqrt((x64**2).mean(-1) + 1e-6)
+    assert np.all(np.abs(device.download(out.scale) * rms - 1) <= (k / 8 + 8) * EPS)
 
 
 def test_swiglu_and_add_equal_float64(device: Device) -> None:
@@ -282,7 +286,7 @@ def unnormed_row(device: Device, rng: np.random.Generator, k: int) -> tuple[Unno
     """A row that its consumer norms, and the same row normed by the kernel of its own."""
     x = device.upload(rng.standard_normal((1, k)).astype(np.float32) * 3)
     weight = device.upload(rng.standard_normal(k).astype(np.float32))
-    apart = Activations.empty(device, 1, k, floats=False, q8=True)
+    apart = Activations.empty(device, 1, k, q8=True, scaled=True)
     rms_norm(device, x, weight, apart, 1e-6)
     return Unnormed(x, weight, 1e-6), apart
 

@@ -27,6 +27,7 @@ class Matrix:
     rows: int  # N
     cols: int  # K
     data: DeviceArray  # uint8, matrix_bytes(...)
+    peak: DeviceArray | None = None  # (1,) float32, largest |scale|: what f16 products need
 
     @property
     def is_float(self) -> bool:
@@ -62,30 +63,48 @@ class Unnormed:
 
 @dataclass(frozen=True)
 class Activations:
-    """T rows of K values, as float32 and/or as q8 (layout 1); what a consumer does not need is
-    None."""
+    """T rows of K values, as float32, q8 (layout 1) and/or f16 (cuda/quants_f16.cuh); what a
+    consumer does not need is None."""
 
     x: DeviceArray | None  # (T, K) float32
     qs: DeviceArray | None  # (T, Kp) int8
     ds: DeviceArray | None  # (T, Kp / 32) uint64: GroupScale
+    h: DeviceArray | None = None  # (T, Kp) float16: x / hs, in half_offset's order
+    hs: DeviceArray | None = None  # (T,) float32: a power of two
+    scale: DeviceArray | None = None  # (T,) float32: factor of the q8 form's rows; None: 1
 
     @classmethod
-    def empty(cls, device: Device, tokens: int, k: int, *, floats: bool, q8: bool) -> Activations:
+    def empty(
+        cls,
+        device: Device,
+        tokens: int,
+        k: int,
+        *,
+        floats: bool = False,
+        q8: bool = False,
+        f16: bool = False,
+        scaled: bool = False,
+    ) -> Activations:
         kp = padded(k)
         return cls(
             device.empty((tokens, k), np.float32) if floats else None,
             device.empty((tokens, kp), np.int8) if q8 else None,
             device.empty((tokens, kp // 32), np.uint64) if q8 else None,
+            device.empty((tokens, kp), np.float16) if f16 else None,
+            device.empty((tokens,), np.float32) if f16 else None,
+            device.empty((tokens,), np.float32) if scaled else None,
         )
 
     @property
     def tokens(self) -> int:
-        array = self.x if self.x is not None else self.qs
-        assert array is not None
+        array = next(a for a in (self.x, self.qs, self.h) if a is not None)
         return int(array.shape[0])
 
     def rows(self, start: int, stop: int) -> Activations:
         def part(array: DeviceArray | None) -> DeviceArray | None:
             return None if array is None else array[start:stop]
 
-        return Activations(part(self.x), part(self.qs), part(self.ds))
+        return Activations(
+            part(self.x), part(self.qs), part(self.ds), part(self.h), part(self.hs),
+            part(self.scale),
+        )  # fmt: skip

@@ -86,7 +86,7 @@ class _Arguments(ctypes.Structure):
     _fields_ = [
         *[
             (name, ctypes.c_void_p)
-            for name in ("w", "qs", "ds", "bias", "residual", "y", "partial", "arrived")
+            for name in ("w", "qs", "ds", "scale", "bias", "residual", "y", "partial", "arrived")
         ],
         *[(name, ctypes.c_int32) for name in ("n", "k", "tokens", "stride")],
     ]
@@ -121,7 +121,7 @@ def matmul(
         expect_room("matmul", "partials", partials, how.splits * tokens * w.rows, np.float32)
         expect_room("matmul", "arrivals", arrivals, 1, np.int32)
     arguments = _Arguments(
-        *(w.data.data.ptr, pointer(x.qs), pointer(x.ds), pointer(bias)),
+        *(w.data.data.ptr, pointer(x.qs), pointer(x.ds), pointer(x.scale), pointer(bias)),
         *(None if residual is None else residual.data.ptr + 4 * column, y.data.ptr + 4 * column),
         *(pointer(partials), pointer(arrivals), w.rows, w.cols, tokens, stride),
     )

@@ -15,7 +15,7 @@ from minfer_cuda.kernels.norm import BLOCK
 from minfer_cuda.kernels.rope import CACHE_TYPES
 from minfer_cuda.quants import by_name
 
-_MOST_PARTS = 16  # of a strip along K
+_MOST_PARTS = 20  # of a strip along K: two for each of a block's ten warps
 _BLOCK_BYTES = 96 * 1024  # of weights that a block streams
 _SHARED_BYTES = 100 * 1024  # of a block: two fit an SM of 227 KiB
 _INPUTS = ("Quantised", "Normed")
@@ -49,10 +49,11 @@ def _sum_bytes(w: Matrix) -> int:
 
 
 def _shared(strips: int, w: Matrix, x: Row) -> int:
-    """Sums of `strips`, or what the norm needs before them, and the q8 row with its scales and sums
-    of groups."""
-    scratch = 8 * w.cols if isinstance(x, Unnormed) else 0
-    return max(strips * _sum_bytes(w), scratch) + padded(w.cols) // 32 * (32 + 4 + 8)
+    """Sums of `strips`; for a row to be normed, that or the norm's weights before them, and the q8
+    row."""
+    if isinstance(x, Activations):
+        return strips * _sum_bytes(w)
+    return max(strips * _sum_bytes(w), 4 * w.cols) + padded(w.cols) // 32 * (32 + 8)
 
 
 def _blocks(units: int, strips: int, w: Matrix, x: Row, sm_count: int, most: int) -> int:
@@ -71,7 +72,7 @@ class _Input(ctypes.Structure):
     """Input of cuda/matvec.cu."""
 
     _fields_ = [
-        *[(name, ctypes.c_void_p) for name in ("qs", "ds", "x", "weight")],
+        *[(name, ctypes.c_void_p) for name in ("qs", "ds", "scale", "x", "weight")],
         ("eps", ctypes.c_float),
         ("k", ctypes.c_int32),
         ("part_records", ctypes.c_int32),
@@ -83,13 +84,13 @@ def _input(kernel: str, x: Row, w: Matrix) -> tuple[_Input, str]:
     if isinstance(x, Unnormed):
         expect(kernel, "x", x.x, (1, w.cols), np.float32)
         expect(kernel, "weight", x.weight, (w.cols,), np.float32)
-        rows = (None, None, x.x.data.ptr, x.weight.data.ptr, x.eps)
+        rows = (None, None, None, x.x.data.ptr, x.weight.data.ptr, x.eps)
         return _Input(*rows, w.cols, part_records(w)), "Normed"
     if x.qs is None or x.ds is None:
         raise KernelError(f"{kernel}: the input has no q8 form")
     expect(kernel, "qs", x.qs, (1, padded(w.cols)), np.int8)
     expect(kernel, "ds", x.ds, (1, padded(w.cols) // 32), np.uint64)
-    rows = (x.qs.data.ptr, x.ds.data.ptr, None, None, 0.0)
+    rows = (x.qs.data.ptr, x.ds.data.ptr, pointer(x.scale), None, None, 0.0)
     return _Input(*rows, w.cols, part_records(w)), "Quantised"
 
 

@@ -20,9 +20,12 @@ def instances(types: Sequence[str] = ()) -> list[str]:
 def rms_norm(
     device: Device, x: DeviceArray, weight: DeviceArray, out: Activations, eps: float
 ) -> None:
-    """out = x * rsqrt(mean(x^2) + eps) * weight. x (T, K) float32, weight (K,) float32."""
+    """out = x * rsqrt(mean(x^2) + eps) * weight. x (T, K) float32, weight (K,) float32; a q8 form
+    needs `out.scale`, which receives the rows' factors."""
     tokens, k = x.shape
     expect("rms_norm", "x", x, (tokens, k), np.float32)
     expect("rms_norm", "weight", weight, (k,), np.float32)
+    if out.qs is not None:
+        expect("rms_norm", "scale", out.scale, (tokens,), np.float32)
     kernel = device.kernel("norm", "rms_norm")
-    kernel(tokens, BLOCK, x, weight, out.qs, out.ds, out.x, k, eps, shared=4 * k)
+    kernel(tokens, BLOCK, x, weight, out.qs, out.ds, out.scale, out.x, k, eps)
