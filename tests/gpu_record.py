@@ -30,6 +30,7 @@ class GpuRecord:
         self.path = path
         self.outcomes: dict[str, str] = {}
         self.reasons: dict[str, str] = {}
+        self.problem = ""  # why there is no record
         self.measured: dict[str, dict] = {}  # what tests give to `record_property`
 
     def pytest_runtest_logreport(self, report):
@@ -51,31 +52,34 @@ class GpuRecord:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session):
-        ran = self.names("passed") + self.names("failed")
-        if not ran:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
-            return
-        self.path.write_text(json.dumps(self.record(), indent=1, ensure_ascii=False) + "\n")
-
-    def record(self) -> dict:
         from minfer_cuda.kernels.about import about_gpu
 
+        if not self.names("passed") and not self.names("failed"):
+            self.problem = "no GPU test ran"
+        else:
+            try:
+                record = self.record(about_gpu())
+            except Exception as e:  # CuPy's own: no driver, no card
+                self.problem = f"there is no usable GPU ({e})"
+        if self.problem:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        else:
+            self.path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+
+    def record(self, gpu: dict) -> dict:
         return {
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            **about_gpu(),
+            **gpu,
             "cuda_sha256": cuda_sha256(ROOT / "cuda"),
             "counts": {o: len(self.names(o)) for o in OUTCOMES},
             "passed": self.names("passed"),
             "failed": self.names("failed"),
             "skipped": {name: self.reasons[name] for name in self.names("skipped")},
-            "measured": self.measured,
         }
 
     def pytest_terminal_summary(self, terminalreporter):
-        if not self.names("passed") and not self.names("failed"):
-            terminalreporter.write_line(
-                "error: no GPU test ran, so no record was written", red=True
-            )
+        if self.problem:
+            terminalreporter.write_line(f"error: {self.problem}: no record written", red=True)
         else:
             terminalreporter.write_line(f"record written to {self.path}")
 

@@ -123,12 +123,11 @@ def test_the_kernel_digest_is_of_the_sources_in_byte_order(tmp_path):
 def gpu_suite(tmp_path):
     """Runs a file of tests as `make test-gpu` does; returns (exit code, output, record)."""
 
-    def run_suite(text: str):
+    def run_suite(text: str, card: str = "{'device': 'a card'}"):
         (tmp_path / "test_it.py").write_text("import pytest\n" + text)
         (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    gpu: needs a GPU\n")
         stub = (
-            "import minfer_cuda.kernels.about as about\n"
-            "about.about_gpu = lambda index=0: {'device': 'a card'}\n"
+            f"import minfer_cuda.kernels.about as about\nabout.about_gpu = lambda index=0: {card}\n"
         )
         (tmp_path / "conftest.py").write_text(stub)
         record = tmp_path / "record.json"
@@ -177,6 +176,13 @@ def test_a_gpu_run_without_a_gpu_test_fails_and_writes_nothing(gpu_suite):
         assert done.returncode != 0
         assert record is None
         assert "no GPU test ran" in done.stdout
+
+
+def test_tests_that_pass_on_a_machine_without_a_gpu_make_no_record(gpu_suite):
+    done, record = gpu_suite("@pytest.mark.gpu\ndef test_good(): pass\n", card="1 / 0")
+    assert done.returncode != 0
+    assert record is None
+    assert "no usable GPU (division by zero)" in done.stdout
 
 
 def test_an_interrupted_gpu_run_fails(gpu_suite):
