@@ -1,0 +1,436 @@
+// matmul_f16<Q, Tile, Stages>: many tokens times a quantised matrix on f16 tensor cores, float32 sums.
+//   y[t, n] = sum_k W[n, k] x[t, k] (+ bias[n]) (+ residual[t, n]), or with a second matrix `up`
+//   neurons[t, n] = silu(sum_k W[n, k] x[t, k]) * sum_k up[n, k] x[t, k], as f16 activations
+//   w, up (N, K) in records (layout 2); peak, up_peak: their largest |scale|, from `peak<Q>`
+//   h (T, Kp) f16, hs (T): f16 activations, x = h * hs, each 128 values in half_offset's order
+// Weights are the rows (M), tokens the columns (N). Both tiles go to shared memory by cp.async, the
+// weights as they are; a warp unpacks its A fragments in registers (quants_f16.cuh), so the loop has
+// no scaling of sums. Scales of the next chunk become {S, M} pairs in a table while this chunk is
+// multiplied: the pairs of a row are made once a block, not once a lane.
+// Work    a unit is a tile by 128 values of K. Block i of G takes the whole tiles i, i + G, ... of
+//         `waves` waves, then 1/G of the units of the tiles that are left, in order; a tile shared
+//         by blocks is added up by the one that arrives last, in the order of K (no bit depends on
+//         timing). `arrived` (tiles that are left) is zero before and after.
+// Launch  grid = G, block = Tile::kThreads, dynamic shared = Stages stages and two tables.
+// Limits  (H200, 608 TFLOP/s: a m16n8k16 each 6.2 clocks of a quarter SM.) A warp of 64 x 64 and 32
+//         values of K: 64 mma = 397 clocks; 72 (nibbles) to 130 (Q6_K) instructions of unpacking, 10
+//         to 14 LDS.128 and 4 LDS.64 (48-60 of the 100 clocks of shared memory that 64 mma take of
+//         an SM). Tiles of 256 x 128 read 16 bytes a clock and SM from L2, 256 x 64 22, 128 x 128 26.
+// Why not int8: a scale every 32 values costs more than the products (matmul.cu: 100 TOP/s) and its
+//         rounding of activations 700 times the divergence (kernels.md).
+#include "q8.cuh"
+#include "quants_f16.cuh"
+
+// WarpsM x WarpsN warps, each MTiles x NTiles tiles of 16 rows x 8 tokens.
+template <int WarpsM, int WarpsN, int MTiles, int NTiles>
+struct Tile {
+    static constexpr int kWarpsN = WarpsN, kMTiles = MTiles, kNTiles = NTiles;
+    static constexpr int kThreads = WarpsM * WarpsN * kWarp;
+    static constexpr int kRows = WarpsM * MTiles * 16, kStrips = kRows / 8;
+    static constexpr int kTokens = WarpsN * NTiles * 8;
+    static constexpr int kBlocks = 256 / kThreads;  // an SM: 255 registers a thread
+    static constexpr int kSums = MTiles * NTiles * 4;  // of a thread
+};
+
+// The thread's place in its block; cheap to find again, so that no register holds it for long.
+template <class T>
+struct Place {
+    unsigned lane, warp_m, warp_n;
+    __device__ Place() {
+        const unsigned thread = thread_again(), warp = thread / kWarp;
+        lane = thread % kWarp;
+        warp_m = warp / T::kWarpsN;
+        warp_n = warp % T::kWarpsN;
+    }
+};
+
+constexpr int kTokenBytes = 256;  // a chunk of one token
+
+template <class Q, class T>
+struct Stage {  // activations, planes of the chunk, scales of the chunk that comes next
+    static constexpr int kPlanes = T::kTokens * kTokenBytes;
+    static constexpr int kScales = kPlanes + T::kStrips * Q::kChunkBytes;
+    static constexpr int kBytes = kScales + T::kStrips * kScaleBytes<Q>;
+    static constexpr int kHalves = Q::kHalf ? 2 : 1;
+    static constexpr int kTable = T::kRows * 4 * kHalves;  // words
+};
+
+struct F16Arguments {
+    const uint8_t *w, *up;          // up null: a plain product
+    const float *peak, *up_peak;    // (1)
+    const uint8_t* h;
+    const float* hs;
+    const float *bias, *residual;   // null: none; residual may be y
+    float* y;
+    uint8_t* neurons;               // (T, Np) f16 and its scale (T), of a gated product
+    float* neuron_scale;
+    float* partial;                 // (2 G, tile) sums of shared tiles
+    int* arrived;
+    int n, k, tokens, stride;       // stride of y and residual, in floats
+    int token_tiles, chunks;        // tiles of a row of tiles, chunks of K
+    int waves, whole, units;        // whole waves and their tiles; units of the tiles that are left
+};
+
+// Activations of SwiGLU are stored divided by this: f16 holds up to 4.2e6, exact to 2e-6.
+constexpr float kNeuronScale = 64.0f;
+
+// ---- sharing out the work ---------------------------------------------------------------------------
+__device__ inline int first_unit(const F16Arguments& a, int block) {
+    return static_cast<int64_t>(a.units) * block / gridDim.x;
+}
+__device__ inline int owner(const F16Arguments& a, int unit) {
+    return (static_cast<int64_t>(unit + 1) * gridDim.x - 1) / a.units;
+}
+// Where block `block` puts its sums of shared tile `tile`: it may have two such tiles.
+__device__ inline int share_slot(const F16Arguments& a, int block, int tile) {
+    return 2 * block + (first_unit(a, block) / a.chunks != tile);
+}
+
+// A block's units in order: `chunk` of `tile`, tile < 0 at the end.
+struct Cursor {
+    int tile, chunk, end, wave, unit;
+    __device__ explicit Cursor(const F16Arguments& a) : wave(0), unit(first_unit(a, blockIdx.x)) { next_tile(a); }
+    __device__ void next_tile(const F16Arguments& a) {
+        const int last = first_unit(a, blockIdx.x + 1);
+        if (wave < a.waves) {
+            tile = blockIdx.x + wave++ * gridDim.x;
+            chunk = 0;
+            end = a.chunks;
+        } else if (unit < last) {
+            const int at = unit / a.chunks;
+            tile = a.whole + at;
+            chunk = unit - at * a.chunks;
+            end = min(a.chunks, chunk + last - unit);
+            unit += end - chunk;
+        } else {
+            tile = -1;
+        }
+    }
+    __device__ void advance(const F16Arguments& a) {
+        if (++chunk == end) next_tile(a);
+    }
+};
+
+// ---- staging ------------------------------------------------------------------------------------------
+// Record `record` of strip `s` of a row tile. A gated product takes strips of both matrices in turn,
+// so that rows g and g + 8 of a fragment are gate and up of one neuron. Past the last strip: the last.
+template <class Q, class T>
+__device__ inline const uint8_t* record_of(const F16Arguments& a, int row_tile, int s, int record) {
+    const int at = row_tile * T::kStrips + s, strip = min(a.up ? at / 2 : at, ceil_div(a.n, 8) - 1);
+    const int64_t strip_bytes = ceil_div(a.k, Q::kRecK) * Q::kRecord;
+    return (a.up && (s & 1) ? a.up : a.w) + strip * strip_bytes + record * Q::kRecord;
+}
+
+template <class Q, class T>
+__device__ inline void copy_chunk(char* stage, const F16Arguments& a, int row_tile, int token_tile, int chunk) {
+    constexpr unsigned kPieces = kTokenBytes / 16, kAtOnce = T::kThreads / kPieces;  // tokens
+    static_assert(T::kTokens % kAtOnce == 0 && kAtOnce % 2 == 0, "");
+    const unsigned thread = thread_again(), piece = thread % kPieces, first = thread / kPieces;
+    char* to = stage + first * kTokenBytes + (piece ^ (first & 1) << 2) * 16;
+    const uint8_t* from = a.h + chunk * kTokenBytes + piece * 16;
+    const int64_t row_bytes = a.chunks * kTokenBytes;
+#pragma unroll
+    for (unsigned j = 0; j < T::kTokens / kAtOnce; ++j) {
+        const int row = min(token_tile * T::kTokens + static_cast<int>(first + j * kAtOnce), a.tokens - 1);
+        copy_async16(to + j * kAtOnce * kTokenBytes, from + row * row_bytes);
+    }
+    constexpr unsigned kPlanePieces = Q::kChunkBytes / 16, kCopies = T::kStrips * kPlanePieces;
+#pragma unroll
+    for (unsigned j = 0; j < kCopies; j += T::kThreads) {
+        const unsigned i = j + thread;
+        if (kCopies % T::kThreads == 0 || i < kCopies)
+            copy_async16(stage + Stage<Q, T>::kPlanes + i * 16,
+                         record_of<Q, T>(a, row_tile, i / kPlanePieces, chunk / Q::kChunks) +
+                             chunk % Q::kChunks * Q::kChunkBytes + i % kPlanePieces * 16);
+    }
+}
+
+template <class Q, class T>
+__device__ inline void copy_scales(char* stage, const F16Arguments& a, int row_tile, int chunk) {
+    constexpr unsigned kPieces = kScaleBytes<Q> / 16, kCopies = T::kStrips * kPieces;
+    const unsigned thread = thread_again();
+#pragma unroll
+    for (unsigned j = 0; j < kCopies; j += T::kThreads) {
+        const unsigned i = j + thread;
+        if (kCopies % T::kThreads == 0 || i < kCopies)
+            copy_async16(stage + Stage<Q, T>::kScales + i * 16,
+                         record_of<Q, T>(a, row_tile, i / kPieces, chunk / Q::kChunks) + Q::kScales + i % kPieces * 16);
+    }
+}
+
+// {S, M} of chunk C of a record for all rows of the tile, in the order in which `multiply` reads them.
+template <class Q, class T, int C>
+__device__ inline void convert_scales(uint32_t* table, const uint8_t* scales, const F16Arguments& a) {
+    const float lift = lift_of(*a.peak), up_lift = a.up ? lift_of(*a.up_peak) : lift;
+    constexpr int kHalves = Stage<Q, T>::kHalves;
+#pragma unroll
+    for (unsigned row = thread_again(); row < T::kRows; row += T::kThreads) {
+        const unsigned strip = row / 8, g = row % 8;
+        typename Q::Lane l;
+        load_scales<Q>(l, scales + strip * kScaleBytes<Q>, g);
+#pragma unroll
+        for (int b = 0; b < 4; ++b)
+#pragma unroll
+            for (int h = 0; h < kHalves; ++h)
+                table[(((strip / 2 * 4 + b) * 8 + g) * 2 + strip % 2) * kHalves + h] =
+                    half_scale<Q>(scale_of<Q>(l, C, b, h), minimum_of<Q>(l, C, b, h), strip % 2 ? up_lift : lift);
+    }
+}
+template <class Q, class T>
+__device__ inline void convert_scales(uint32_t* table, const char* stage, int chunk, const F16Arguments& a) {
+    const uint8_t* scales = reinterpret_cast<const uint8_t*>(stage) + Stage<Q, T>::kScales;
+    if (Q::kChunks == 1 || chunk % 2 == 0)
+        convert_scales<Q, T, 0>(table, scales, a);
+    else
+        convert_scales<Q, T, Q::kChunks - 1>(table, scales, a);
+}
+
+// ---- products -----------------------------------------------------------------------------------------
+// acc += the chunk of a stage.
+template <class Q, class T>
+__device__ inline void multiply(float (&acc)[T::kMTiles][T::kNTiles][4], const char* stage, const uint32_t* table) {
+    constexpr int kHalves = Stage<Q, T>::kHalves;
+    const Place<T> place;
+    const unsigned lane = place.lane, g = lane >> 2, t = lane & 3, warp_m = place.warp_m, warp_n = place.warp_n;
+    const uint8_t* planes = reinterpret_cast<const uint8_t*>(stage) + Stage<Q, T>::kPlanes +
+                            warp_m * T::kMTiles * 2 * Q::kChunkBytes;
+    table += (warp_m * T::kMTiles * 32 + g) * 2 * kHalves;
+    const char* x = stage + (warp_n * T::kNTiles * 8 + g) * kTokenBytes + t * 16;
+    const unsigned odd = (g & 1) * 64;  // the swizzle of an odd token's pieces: blocks change places
+    typename Q::Lane l[T::kMTiles][2];
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+        uint4 v[T::kNTiles];
+#pragma unroll
+        for (int n = 0; n < T::kNTiles; ++n)
+            v[n] = *reinterpret_cast<const uint4*>(x + n * 8 * kTokenBytes + (b & 2) * 64 + ((b & 1) * 64 ^ odd));
+#pragma unroll
+        for (int m = 0; m < T::kMTiles; ++m) {
+            uint32_t a[2][4], scales[2 * kHalves];
+            const uint32_t* from = table + (m * 4 + b) * 16 * kHalves;
+            if constexpr (kHalves == 1) {
+                const uint2 s = *reinterpret_cast<const uint2*>(from);
+                scales[0] = s.x, scales[1] = s.y;
+            } else {
+                const uint4 s = *reinterpret_cast<const uint4*>(from);
+                scales[0] = s.x, scales[1] = s.y, scales[2] = s.z, scales[3] = s.w;
+            }
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                load_words<Q>(l[m][r], planes + (m * 2 + r) * Q::kChunkBytes, lane, b);
+                uint32_t pairs[2][2];
+                half_weights<Q>(pairs, l[m][r], b, scales + r * kHalves);
+#pragma unroll
+                for (int h = 0; h < 2; ++h) a[h][r] = pairs[h][0], a[h][2 + r] = pairs[h][1];
+            }
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+#pragma unroll
+                for (int n = 0; n < T::kNTiles; ++n) {
+                    const uint32_t two[2] = {h ? v[n].z : v[n].x, h ? v[n].w : v[n].y};
+                    mma_f16(acc[m][n], a[h], two);
+                }
+        }
+    }
+}
+
+// ---- results ------------------------------------------------------------------------------------------
+// A tile whose chunks several blocks share: true in the one that comes last, with the sum of all.
+template <class T>
+__device__ inline bool add_shares(float (&acc)[T::kMTiles][T::kNTiles][4], const F16Arguments& a, int tile) {
+    float* sums = &acc[0][0][0];
+    const int first = owner(a, tile * a.chunks), last = owner(a, (tile + 1) * a.chunks - 1);
+    constexpr int64_t kFloats = static_cast<int64_t>(T::kSums) * T::kThreads;
+    float* own = a.partial + share_slot(a, blockIdx.x, tile) * kFloats + threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < T::kSums; ++i) own[i * T::kThreads] = sums[i];
+    __shared__ int order;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        order = atomicAdd(a.arrived + tile, 1);
+        if (order == last - first) a.arrived[tile] = 0;
+    }
+    __syncthreads();
+    if (order != last - first) return false;
+    __threadfence();
+#pragma unroll
+    for (int i = 0; i < T::kSums; ++i) sums[i] = 0.0f;
+    for (int block = first; block <= last; ++block) {
+        const float* from = a.partial + share_slot(a, block, tile) * kFloats + threadIdx.x;
+#pragma unroll
+        for (int i = 0; i < T::kSums; ++i) {
+            sums[i] = __fadd_rn(sums[i], load_coherent(from + i * T::kThreads));
+            if (i % 16 == 15) __syncwarp();  // no more loads at once than there are registers left
+        }
+    }
+    return true;
+}
+
+// y of a tile; row0 and token0 are the lane's first.
+template <class Q, class T>
+__device__ inline void write_rows(const float (&acc)[T::kMTiles][T::kNTiles][4], const F16Arguments& a, int row0, int token0) {
+    const float unlift = unlift_of<Q>(*a.peak);
+#pragma unroll
+    for (int n = 0; n < T::kNTiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int token = token0 + n * 8 + i;
+            if (token >= a.tokens) continue;
+            const float scale = __fmul_rn(unlift, a.hs[token]);
+#pragma unroll
+            for (int m = 0; m < T::kMTiles; ++m)
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    const int row = row0 + m * 16 + r * 8;
+                    if (row >= a.n) continue;
+                    const int64_t at = static_cast<int64_t>(token) * a.stride + row;
+                    float v = __fmul_rn(acc[m][n][2 * r + i], scale);
+                    if (a.bias) v = __fadd_rn(v, a.bias[row]);
+                    if (a.residual) v = __fadd_rn(a.residual[at], v);
+                    a.y[at] = v;
+                }
+        }
+}
+
+// Neurons of a gated tile: rows g and g + 8 of a fragment are gate and up. Lanes of values e and
+// e + 2 of a four, neighbours in half_offset's order, exchange: each stores both for one token.
+template <class Q, class T>
+__device__ inline void write_neurons(const float (&acc)[T::kMTiles][T::kNTiles][4], const F16Arguments& a, int neuron0, int token0) {
+    const float gate_unlift = unlift_of<Q>(*a.peak), up_unlift = unlift_of<Q>(*a.up_peak);
+    const int lane = threadIdx.x % kWarp, padded = ceil_div(a.n, 128) * 128;
+    const bool second = (lane & 8) != 0;
+#pragma unroll
+    for (int n = 0; n < T::kNTiles; ++n) {
+        float gate_scale[2], up_scale[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int token = token0 + n * 8 + i;
+            const float hs = a.hs[min(token, a.tokens - 1)];
+            gate_scale[i] = __fmul_rn(gate_unlift, hs), up_scale[i] = __fmul_rn(up_unlift, hs);
+            if (neuron0 == 0 && token < a.tokens) a.neuron_scale[token] = kNeuronScale;
+        }
+#pragma unroll
+        for (int m = 0; m < T::kMTiles; ++m) {
+            const int neuron = neuron0 + m * 8;
+            uint32_t bits[2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const float v = swiglu_value(__fmul_rn(acc[m][n][i], gate_scale[i]), __fmul_rn(acc[m][n][2 + i], up_scale[i]));
+                bits[i] = neuron < a.n ? __half_as_ushort(__float2half_rn(__fmul_rn(v, 1.0f / kNeuronScale))) : 0;
+            }
+            const uint32_t other = __shfl_xor_sync(kFull, second ? bits[0] : bits[1], 8);
+            const int token = token0 + n * 8 + second;
+            if (token >= a.tokens || neuron >= padded) continue;
+            const uint32_t pair = second ? other | bits[1] << 16 : bits[0] | other << 16;
+            const int first = neuron & ~2;  // value e of {e, e + 2}
+            uint8_t* to = a.neurons + (static_cast<int64_t>(token) * padded + (neuron & ~127) + half_offset(first & 127)) * 2;
+            *reinterpret_cast<uint32_t*>(to) = pair;
+        }
+    }
+}
+
+template <class Q, class T, int Stages>
+__global__ void __launch_bounds__(T::kThreads, T::kBlocks) matmul_f16(F16Arguments a) {
+    pdl_trigger();
+    pdl_wait();
+    char* stages = shared_bytes();
+    uint32_t* tables = reinterpret_cast<uint32_t*>(stages + Stages * Stage<Q, T>::kBytes);
+
+    Cursor at(a), ahead = at;  // ahead: the unit whose scales are copied next, one before its chunk
+    int slot = 0;  // stage of `at`
+    auto stage = [&](int later) {
+        const int i = slot + later;
+        return stages + (i < Stages ? i : i - Stages) * Stage<Q, T>::kBytes;
+    };
+    auto load = [&](char* to) {
+        if (ahead.tile >= 0) {
+            copy_chunk<Q, T>(to, a, ahead.tile / a.token_tiles, ahead.tile % a.token_tiles, ahead.chunk);
+            ahead.advance(a);
+            if (ahead.tile >= 0) copy_scales<Q, T>(to, a, ahead.tile / a.token_tiles, ahead.chunk);
+        }
+        copy_async_commit();
+    };
+
+    copy_scales<Q, T>(stage(Stages - 1), a, at.tile / a.token_tiles, at.chunk);
+    copy_async_commit();
+#pragma unroll 1
+    for (int i = 0; i < Stages - 1; ++i) load(stage(i));
+    copy_async_wait<Stages - 1>();
+    __syncthreads();
+    convert_scales<Q, T>(tables, stage(Stages - 1), at.chunk, a);
+    int parity = 0;  // table of `at`
+
+    while (at.tile >= 0) {
+        const int tile = at.tile;
+        float acc[T::kMTiles][T::kNTiles][4] = {};
+        do {
+            copy_async_wait<Stages - 2>();
+            __syncthreads();  // this chunk and its table are there, and everybody is done with the one before
+            load(stage(Stages - 1));
+            at.advance(a);
+            if (at.tile >= 0)
+                convert_scales<Q, T>(tables + (parity ^ 1) * Stage<Q, T>::kTable, stage(0), at.chunk, a);
+            multiply<Q, T>(acc, stage(0), tables + parity * Stage<Q, T>::kTable);
+            slot = slot + 1 < Stages ? slot + 1 : 0;
+            parity ^= 1;
+        } while (at.tile == tile);
+
+        const int shared_tile = tile - a.whole, unit = shared_tile * a.chunks;
+        const bool shared = shared_tile >= 0 && (unit < first_unit(a, blockIdx.x) ||
+                                                 unit + a.chunks > first_unit(a, blockIdx.x + 1));
+        if (shared && !add_shares<T>(acc, a, shared_tile)) continue;
+        const Place<T> place;
+        const int lane = place.lane, warp_m = place.warp_m, warp_n = place.warp_n;
+        const int row0 = tile / a.token_tiles * T::kRows + warp_m * T::kMTiles * 16;
+        const int token0 = tile % a.token_tiles * T::kTokens + warp_n * T::kNTiles * 8 + (lane & 3) * 2;
+        if (a.up)
+            write_neurons<Q, T>(acc, a, row0 / 2 + (lane >> 2), token0);
+        else
+            write_rows<Q, T>(acc, a, row0 + (lane >> 2), token0);
+    }
+    copy_async_wait<0>();
+}
+
+// peak<Q>: the largest |scale| of a matrix in records. out (1) is zero before.
+// Launch  grid = any, block = 256; a warp takes records, a lane row g and block t of each chunk.
+template <class Q>
+__global__ void __launch_bounds__(256) peak(const uint8_t* w, float* out, int records) {
+    pdl_trigger();
+    pdl_wait();
+    const int lane = threadIdx.x % kWarp, warps = gridDim.x * (blockDim.x / kWarp);
+    float largest = 0.0f;
+    for (int i = blockIdx.x * (blockDim.x / kWarp) + threadIdx.x / kWarp; i < records; i += warps) {
+        const typename Q::Lane l = Q::template load<Streamed>(w + static_cast<int64_t>(i) * Q::kRecord, lane);
+#pragma unroll
+        for (int j = 0; j < Q::kChunks * 8; ++j) largest = fmaxf(largest, fabsf(scale_of<Q>(l, j / 8, j / 2 % 4, j % 2)));
+    }
+    largest = warp_max(largest);
+    if (lane == 0) atomicMax(reinterpret_cast<int*>(out), __float_as_int(largest));
+}
+
+// halve: rows of x (T, K) float as f16 activations h (T, Kp), hs (T). hs is the power of two that
+// puts the row's largest |x| into [2^14, 2^15). Launch  grid = T, block = 256.
+__global__ void __launch_bounds__(256) halve(const float* x, uint8_t* h, float* hs, int k) {
+    pdl_trigger();
+    pdl_wait();
+    __shared__ float partial[8];
+    const float* row = x + static_cast<int64_t>(blockIdx.x) * k;
+    float largest = 0.0f;
+    for (int i = threadIdx.x * 4; i < k; i += blockDim.x * 4) {
+        const float4 v = *reinterpret_cast<const float4*>(row + i);
+        largest = fmaxf(largest, fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))));
+    }
+    largest = warp_max(largest);
+    if (threadIdx.x % kWarp == 0) partial[threadIdx.x / kWarp] = largest;
+    __syncthreads();
+    largest = warp_max(partial[threadIdx.x % 8]);
+    const float lift = lift_of(largest);
+    if (threadIdx.x == 0) hs[blockIdx.x] = __fdiv_rn(1.0f, lift);
+    const int padded = ceil_div(k, 128) * 128;
+    for (int i = threadIdx.x * 4; i < padded; i += blockDim.x * 4) {
+        float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (i < k) v = *reinterpret_cast<const float4*>(row + i);
+        store_halves(h + static_cast<int64_t>(blockIdx.x) * padded * 2, i, v, lift);
+    }
+}

@@ -1,0 +1,283 @@
+"""Many tokens times quantised matrices on f16 tensor cores. See cuda/matmul_f16.cu."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from minfer_cuda.errors import KernelError
+from minfer_cuda.kernels import Device, DeviceArray
+from minfer_cuda.kernels.checks import expect, expect_room, pointer
+from minfer_cuda.kernels.layouts import Activations, Matrix, ceil_div, padded, record_cols
+from minfer_cuda.kernels.matmul import check_output
+from minfer_cuda.quants import QuantType, by_name
+
+PARTIALS = 9 << 20  # most float32 elements of shared tiles' sums (36 MiB)
+ARRIVALS = 4096  # most shared tiles
+_HALVED = ("Q2_K", "Q3_K", "Q6_K")  # a scale every 16 values: two pairs a block in the table
+_RESERVED = 1 << 10  # bytes of shared memory that the driver keeps of each block
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Tile<...> of cuda/matmul_f16.cu."""
+
+    warps_m: int
+    warps_n: int
+    m_tiles: int
+    n_tiles: int
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps_m * self.warps_n
+
+    @property
+    def rows(self) -> int:
+        return 16 * self.warps_m * self.m_tiles
+
+    @property
+    def tokens(self) -> int:
+        return 8 * self.warps_n * self.n_tiles
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that share an SM."""
+        return 256 // self.threads
+
+
+LARGE = Tile(4, 2, 4, 8)  # 256 rows x 128 tokens, one block an SM
+TALL = Tile(4, 1, 4, 8)  # 256 x 64, two
+SQUARE = Tile(2, 2, 4, 8)  # 128 x 128, two
+NARROW = Tile(4, 1, 2, 4)  # 128 x 32, two
+TILES = (LARGE, TALL, SQUARE, NARROW)
+
+
+def stage_bytes(quant: QuantType, tile: Tile) -> int:
+    """A chunk of 128 values: activations, planes and the scales of a record. Stage::kBytes."""
+    chunks = record_cols(quant) // 128
+    record = 8 * record_cols(quant) // quant.block_size * quant.block_bytes
+    planes = 128 * (math.ceil(quant.bits_per_weight) - 1)  # 8 rows of a chunk
+    strip = planes + record - chunks * planes
+    return tile.tokens * 256 + tile.rows // 8 * strip
+
+
+def shared_bytes(quant: QuantType, tile: Tile, stages: int) -> int:
+    """Of a block: stages and two tables of scale pairs."""
+    table = tile.rows * 4 * (2 if quant.name in _HALVED else 1) * 4
+    return stages * stage_bytes(quant, tile) + 2 * table
+
+
+def stages(quant: QuantType, tile: Tile, shared_limit: int) -> int:
+    """As many as the blocks of an SM have room for, at most four; less than two: it does not fit.
+
+    A card whose blocks may have all of an SM's memory but 1 KiB shares it among `tile.blocks`.
+    """
+    room = (shared_limit + _RESERVED) // tile.blocks - _RESERVED
+    fitting = [n for n in (4, 3, 2) if shared_bytes(quant, tile, n) <= room]
+    if not fitting and shared_bytes(quant, tile, 2) <= shared_limit:
+        return 2  # one block an SM
+    return fitting[0] if fitting else 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a product is cut up; a pure function of its sizes and the card."""
+
+    tile: Tile
+    stages: int
+    grid: int
+    waves: int  # of whole tiles
+    token_tiles: int
+    chunks: int  # of K
+    units: int  # chunks of the tiles that are left
+
+
+@functools.cache
+def plan(
+    quant: QuantType,
+    rows: int,
+    cols: int,
+    tokens: int,
+    sm_count: int,
+    shared_limit: int,
+    *,
+    gated: bool = False,
+    tile: Tile | None = None,
+) -> Plan:
+    """The cheapest tile (or the one given), and whole waves of it before the shared tiles.
+
+    `rows` of one matrix; a gated product has as many of the second.
+    """
+    tiles = [t for t in (TILES if tile is None else (tile,)) if stages(quant, t, shared_limit) >= 2]
+    if not tiles:
+        raise KernelError(f"matmul_f16: {quant.name} needs more than {shared_limit} bytes a block")
+    in_all = 2 * padded(rows) if gated else rows
+
+    def cost(t: Tile) -> float:
+        """Clocks of the busiest SM, roughly."""
+        n = ceil_div(in_all, t.rows) * ceil_div(tokens, t.tokens)
+        chunk = max(t.rows * t.tokens / 10, t.rows * 8) + 200  # products; unpacking; staging
+        per_sm = max(1.0, n * ceil_div(cols, 128) / sm_count) * chunk
+        write = t.rows * t.tokens / 8 * max(1.0, n / sm_count)
+        return per_sm + write
+
+    best = min(tiles, key=cost)
+    token_tiles, chunks = ceil_div(tokens, best.tokens), ceil_div(cols, 128)
+    count = ceil_div(in_all, best.rows) * token_tiles
+    grid = min(sm_count * best.blocks, count * chunks, PARTIALS // (2 * best.rows * best.tokens))
+    waves = count // grid if count % grid == 0 else max(0, count // grid - 1)
+    units = (count - waves * grid) * chunks
+    return Plan(best, stages(quant, best, shared_limit), grid, waves, token_tiles, chunks, units)
+
+
+def instance(quant: QuantType, tile: Tile, stage_count: int) -> str:
+    """The kernel's name."""
+    sizes = f"{tile.warps_m}, {tile.warps_n}, {tile.m_tiles}, {tile.n_tiles}"
+    return f"matmul_f16<{quant.cuda_name}, Tile<{sizes}>, {stage_count}>"
+
+
+def instances(types: Sequence[str]) -> list[str]:
+    """Those of a card with 227 KiB a block."""
+    quants = [by_name(name) for name in types if by_name(name).block_size > 1]
+    products = [
+        instance(quant, tile, stages(quant, tile, 227 << 10)) for quant in quants for tile in TILES
+    ]
+    return [*products, *(f"peak<{quant.cuda_name}>" for quant in quants), "halve"]
+
+
+class _Arguments(ctypes.Structure):
+    """F16Arguments of cuda/matmul_f16.cu."""
+
+    _fields_ = [
+        *[
+            (name, ctypes.c_void_p)
+            for name in (
+                *("w", "up", "peak", "up_peak", "h", "hs", "bias", "residual"),
+                *("y", "neurons", "neuron_scale", "partial", "arrived"),
+            )
+        ],
+        *[
+            (name, ctypes.c_int32)
+            for name in (
+                *("n", "k", "tokens", "stride"),
+                *("token_tiles", "chunks", "waves", "whole", "units"),
+            )
+        ],
+    ]
+
+
+def with_peak(device: Device, w: Matrix) -> Matrix:
+    """The matrix with its largest |scale|, which f16 products need."""
+    found = device.zeros((1,), np.float32)
+    records = ceil_div(w.rows, 8) * w.records
+    kernel = device.kernel("matmul_f16", f"peak<{w.quant.cuda_name}>")
+    kernel(min(ceil_div(records, 8), 4 * device.sm_count), 256, w.data, found, records)
+    return replace(w, peak=found)
+
+
+def halve(device: Device, x: DeviceArray, out: Activations) -> None:
+    """The f16 form of x (T, K) float32."""
+    tokens, k = x.shape
+    expect("halve", "x", x, (tokens, k), np.float32)
+    _check_halves("halve", out, tokens, k)
+    device.kernel("matmul_f16", "halve")(tokens, 256, x, out.h, out.hs, k)
+
+
+def matmul_f16(
+    device: Device,
+    w: Matrix,
+    x: Activations,
+    y: DeviceArray,
+    *,
+    column: int = 0,
+    bias: DeviceArray | None = None,
+    residual: DeviceArray | None = None,
+    partials: DeviceArray,
+    arrivals: DeviceArray,
+    tile: Tile | None = None,
+) -> None:
+    """y[:, column : column + N] = x w^T (+ bias) (+ residual), in place.
+
+    w with its peak; x f16 of T rows of K; y, residual (T, stride) float32, may be the same array;
+    bias (N,). Scratch for shared tiles: `partials` float32 of PARTIALS elements, `arrivals` int32
+    of ARRIVALS, zero before the first call and left zero. `tile` forces one.
+    """
+    stride = check_output("matmul_f16", y, residual, bias, x.tokens, w.rows, column)
+    arguments = _Arguments(
+        bias=pointer(bias),
+        residual=None if residual is None else residual.data.ptr + 4 * column,
+        y=y.data.ptr + 4 * column,
+        stride=stride,
+    )
+    _launch(device, arguments, w, x, partials, arrivals, tile=tile)
+
+
+def gate_up_f16(
+    device: Device,
+    gate: Matrix,
+    up: Matrix,
+    x: Activations,
+    out: Activations,
+    *,
+    partials: DeviceArray,
+    arrivals: DeviceArray,
+    tile: Tile | None = None,
+) -> None:
+    """out = silu(x gate^T) * (x up^T) as f16 activations, in one launch; scratch as matmul_f16's.
+
+    gate and up (F, K) of one type. Values past 4.2e6 become infinite.
+    """
+    if (gate.quant, gate.rows, gate.cols) != (up.quant, up.rows, up.cols):
+        raise KernelError(
+            f"gate_up_f16: gate is {gate.quant.name} ({gate.rows}, {gate.cols}), "
+            f"up {up.quant.name} ({up.rows}, {up.cols})"
+        )
+    _check_halves("gate_up_f16", out, x.tokens, gate.rows)
+    arguments = _Arguments(
+        up=up.data.data.ptr, up_peak=pointer(up.peak),
+        neurons=pointer(out.h), neuron_scale=pointer(out.hs),
+    )  # fmt: skip
+    _launch(device, arguments, gate, x, partials, arrivals, gated=True, tile=tile)
+
+
+def _launch(
+    device: Device,
+    arguments: _Arguments,
+    w: Matrix,
+    x: Activations,
+    partials: DeviceArray,
+    arrivals: DeviceArray,
+    *,
+    gated: bool = False,
+    tile: Tile | None = None,
+) -> None:
+    tokens = x.tokens
+    _check_halves("matmul_f16", x, tokens, w.cols)
+    if w.peak is None or (gated and not arguments.up_peak):
+        raise KernelError("matmul_f16: a matrix without its peak: with_peak() finds it")
+    sizes = (w.quant, w.rows, w.cols, tokens, device.sm_count, device.shared_limit)
+    how = plan(*sizes, gated=gated, tile=tile)
+    expect_room("matmul_f16", "partials", partials, PARTIALS, np.float32)
+    expect_room("matmul_f16", "arrivals", arrivals, ARRIVALS, np.int32)
+    arguments.w, arguments.peak = w.data.data.ptr, pointer(w.peak)
+    arguments.h, arguments.hs = pointer(x.h), pointer(x.hs)
+    arguments.partial, arguments.arrived = pointer(partials), pointer(arrivals)
+    arguments.n, arguments.k, arguments.tokens = w.rows, w.cols, tokens
+    arguments.token_tiles, arguments.chunks = how.token_tiles, how.chunks
+    arguments.waves, arguments.whole = how.waves, how.waves * how.grid
+    arguments.units = how.units
+    kernel = device.kernel("matmul_f16", instance(w.quant, how.tile, how.stages))
+    shared = shared_bytes(w.quant, how.tile, how.stages)
+    kernel(how.grid, how.tile.threads, arguments, shared=shared)
+
+
+def _check_halves(kernel: str, x: Activations, tokens: int, k: int) -> None:
+    if x.h is None or x.hs is None:
+        raise KernelError(f"{kernel}: activations without their f16 form")
+    expect(kernel, "h", x.h, (tokens, padded(k)), np.float16)
+    expect(kernel, "hs", x.hs, (tokens,), np.float32)

@@ -1,0 +1,270 @@
+"""Products on f16 tensor cores: every type, tile and way of sharing the work, against float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from test_linear_kernels import QUANTISED, columns, ids, nan, random_weights, upload
+
+from minfer_cuda.errors import KernelError
+from minfer_cuda.kernels import Device
+from minfer_cuda.kernels.layouts import Activations, Matrix, padded
+from minfer_cuda.kernels.matmul_f16 import (
+    ARRIVALS,
+    LARGE,
+    NARROW,
+    PARTIALS,
+    SQUARE,
+    TALL,
+    TILES,
+    Tile,
+    gate_up_f16,
+    halve,
+    matmul_f16,
+    plan,
+    with_peak,
+)
+from minfer_cuda.quants import QuantType, by_name
+
+EPS = 2.0**-23
+HALF = 2.0**-11  # half a unit in the last place of an f16, relative
+
+
+@pytest.fixture(scope="module")
+def scratch(device: Device) -> dict[str, object]:
+    return {
+        "partials": device.empty(PARTIALS, np.float32),
+        "arrivals": device.zeros(ARRIVALS, np.int32),
+    }
+
+
+def matrix(
+    device: Device, rng: np.random.Generator, quant: QuantType, n: int, k: int
+) -> tuple[Matrix, np.ndarray]:
+    raw, values = random_weights(rng, quant, n, k)
+    return with_peak(device, upload(device, quant, raw, k)), values
+
+
+def halved(device: Device, x: np.ndarray) -> Activations:
+    out = Activations.empty(device, *x.shape, f16=True)
+    halve(device, device.upload(x), out)
+    return out
+
+
+def bound(w: np.ndarray, x: np.ndarray, quant: QuantType) -> np.ndarray:
+    """|y - exact| of y = sum w x. A weight u S + M is rounded once, S and M before: 3 HALF of
+    |scale code| + |minimum|, which is at most 3 max|w| of all for types with minima (as in
+    test_linear_kernels), and |w| itself for the others; x once: HALF |x|. Small weights are exact
+    to 2^-25 of their lifted range, whose top is at least 2^-6: 2^-19 max|w|. Sums of K products in
+    float32, in any order."""
+    magnitude = np.abs(x) @ np.abs(w).T
+    rows = np.abs(x).sum(-1, keepdims=True) * np.abs(w).max()
+    cancelled = 3 * rows if quant.name in ("Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K") else 0.0
+    small = 2.0**-19 * rows
+    return 3 * HALF * cancelled + (4 * HALF + w.shape[1] * EPS) * magnitude + small + 1e-30
+
+
+def unpermute(h: np.ndarray) -> np.ndarray:
+    """f16 activations (T, Kp) in the order of K."""
+    k = np.arange(128)
+    at = (k // 32) * 32 + (k // 4 % 4) * 8 + (k // 16 % 2) * 4 + (k // 2 % 2) + (k % 2) * 2
+    return h.reshape(h.shape[0], -1, 128)[:, :, at].reshape(h.shape)
+
+
+def test_halved_rows_are_rounded_once_and_scaled_by_a_power_of_two(device: Device) -> None:
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((6, 416)).astype(np.float32)
+    x[1] = 0
+    x[2] *= 1e-38
+    x[3, 100] = 1e5
+    x[4] = 3000.0
+    x[5] *= 1e30
+    out = halved(device, x)
+    scale = device.download(out.hs)
+    assert np.array_equal(np.frexp(scale)[0], np.full(6, 0.5))
+    h = unpermute(device.download(out.h)).astype(np.float64)
+    assert not h[:, 416:].any()
+    values = h[:, :416] * scale[:, None].astype(np.float64)
+    smallest = scale[:, None] * 2.0**-25
+    assert np.all(np.abs(values - x) <= np.maximum(HALF * np.abs(x), smallest))
+    largest = np.abs(h).max(-1)
+    assert np.all((largest[[0, 3, 4, 5]] >= 2**14) & (largest[[0, 3, 4, 5]] <= 2**15))
+
+
+@pytest.mark.parametrize("quant", QUANTISED, ids=ids)
+def test_the_peak_is_the_largest_scale(device: Device, quant: QuantType) -> None:
+    """The lift makes it reach [2^14, 2^15); what a code of 1 is worth is at most the peak."""
+    rng = np.random.default_rng(2)
+    w, values = matrix(device, rng, quant, 21, columns(quant))
+    (peak,) = device.download(w.peak)
+    codes = {"Q4_0": 8, "Q4_1": 16, "Q5_0": 16, "Q5_1": 32, "Q8_0": 127, "Q2_K": 4, "Q3_K": 4,
+             "Q4_K": 16, "Q5_K": 32, "Q6_K": 32, "IQ4_NL": 127, "IQ4_XS": 127}  # fmt: skip
+    steps = np.abs(values).max() / peak
+    assert 0.2 * codes[quant.name] <= steps <= 2.1 * codes[quant.name]
+
+
+def check(
+    device: Device,
+    scratch: dict[str, object],
+    quant: QuantType,
+    n: int,
+    k: int,
+    tokens: int,
+    tile: Tile | None = None,
+) -> None:
+    rng = np.random.default_rng(6)
+    w, values = matrix(device, rng, quant, n, k)
+    x = rng.standard_normal((tokens, k)).astype(np.float32)
+    stride, column = n + 3, 2
+    bias = rng.standard_normal(n).astype(np.float32)
+    residual = rng.standard_normal((tokens, stride)).astype(np.float32)
+    y = device.upload(residual)
+    matmul_f16(
+        device, w, halved(device, x), y, column=column, bias=device.upload(bias), residual=y,
+        tile=tile, **scratch,
+    )  # fmt: skip
+    result = device.download(y)
+    inside = slice(column, column + n)
+    exact = x.astype(np.float64) @ values.T + bias + residual[:, inside]
+    slack = 4 * EPS * (np.abs(bias) + np.abs(residual[:, inside]))
+    assert np.all(np.abs(result[:, inside] - exact) <= bound(values, x, quant) + slack)
+    outside = np.ones(stride, bool)
+    outside[inside] = False
+    assert np.array_equal(result[:, outside], residual[:, outside])
+    assert not device.download(scratch["arrivals"]).any()
+
+
+@pytest.mark.parametrize("quant", QUANTISED, ids=ids)
+def test_products_of_every_type_equal_float64(
+    device: Device, scratch: dict[str, object], quant: QuantType
+) -> None:
+    check(device, scratch, quant, 21, columns(quant), 11, NARROW)
+
+
+@pytest.mark.parametrize("tile", TILES, ids=lambda t: f"{t.rows}x{t.tokens}")
+@pytest.mark.parametrize("name", ["Q4_K", "Q8_0"])
+def test_products_of_every_tile_equal_float64(
+    device: Device, scratch: dict[str, object], tile: Tile, name: str
+) -> None:
+    """Ragged in rows and tokens: a second tile of each that is hardly filled."""
+    n, tokens = tile.rows + 5, tile.tokens + 3
+    if device.name == "SIMT shim":
+        n, tokens = (21, tokens) if name == "Q8_0" else (n, 19)
+    check(device, scratch, by_name(name), n, 256, tokens, tile)
+
+
+def test_a_tile_that_blocks_share_has_the_same_bits_every_time(
+    device: Device, scratch: dict[str, object]
+) -> None:
+    """Few tiles and long rows: every block has parts of tiles, which are added in one order."""
+    quant = by_name("Q4_0")
+    rng = np.random.default_rng(7)
+    n, k, tokens = 21, 128 * 11, 40
+    how = plan(quant, n, k, tokens, device.sm_count, device.shared_limit, tile=NARROW)
+    assert how.waves == 0 and how.grid > 2
+    w, values = matrix(device, rng, quant, n, k)
+    x = rng.standard_normal((tokens, k)).astype(np.float32)
+    activations = halved(device, x)
+    results = []
+    for _ in range(2):
+        y = nan(device, tokens, n)
+        matmul_f16(device, w, activations, y, tile=NARROW, **scratch)
+        results.append(device.download(y))
+    exact = x.astype(np.float64) @ values.T
+    assert np.all(np.abs(results[0] - exact) <= bound(values, x, quant))
+    assert np.array_equal(results[0], results[1])
+    assert not device.download(scratch["arrivals"]).any()
+
+
+@pytest.mark.parametrize("tiles", [(9, 1), (17, 1), (8, 2)], ids=str)
+def test_whole_waves_and_shared_tiles_cover_everything(
+    device: Device, scratch: dict[str, object], tiles: tuple[int, int]
+) -> None:
+    """On 4 SMs, 8 blocks: a wave and a shared tile, two and one, two waves and none."""
+    quant = by_name("Q4_0")
+    if device.name != "SIMT shim":
+        tiles = (tiles[0] * device.sm_count // 4, tiles[1])
+    n, tokens = 128 * tiles[0] - 5, 32 * tiles[1] - 3
+    check(device, scratch, quant, n, 256, tokens, NARROW)
+
+
+@pytest.mark.parametrize("height", [3000.0, 1e5, 3e-6])
+def test_activations_of_any_height_keep_their_precision(
+    device: Device, scratch: dict[str, object], height: float
+) -> None:
+    quant = by_name("Q4_K")
+    rng = np.random.default_rng(8)
+    w, values = matrix(device, rng, quant, 16, 512)
+    x = np.full((3, 512), height, np.float32)
+    x[1] *= rng.standard_normal(512)
+    x[2] = 0
+    y = nan(device, 3, 16)
+    matmul_f16(device, w, halved(device, x), y, **scratch)
+    result = device.download(y)
+    assert np.all(np.abs(result - x.astype(np.float64) @ values.T) <= bound(values, x, quant))
+    assert not result[2].any()
+
+
+def test_a_nan_reaches_its_own_token_alone(device: Device, scratch: dict[str, object]) -> None:
+    quant = by_name("Q8_0")
+    w, _ = matrix(device, np.random.default_rng(9), quant, 16, 128)
+    x = np.ones((3, 128), np.float32)
+    x[1, 40] = np.nan
+    y = nan(device, 3, 16)
+    matmul_f16(device, w, halved(device, x), y, **scratch)
+    assert np.array_equal(np.isnan(device.download(y)).all(-1), [False, True, False])
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q8_0", "Q5_0"])
+def test_gate_and_up_in_one_launch_equal_float64(
+    device: Device, scratch: dict[str, object], name: str
+) -> None:
+    quant = by_name(name)
+    tokens, f, k = 19, 160, columns(quant)
+    rng = np.random.default_rng(10)
+    gate, g = matrix(device, rng, quant, f, k)
+    up, u = matrix(device, rng, quant, f, k)
+    x = rng.standard_normal((tokens, k)).astype(np.float32) * 3
+    out = Activations.empty(device, tokens, f, f16=True)
+    gate_up_f16(device, gate, up, halved(device, x), out, tile=NARROW, **scratch)
+    h = unpermute(device.download(out.h)).astype(np.float64)
+    assert not h[:, f:].any()
+    y = h[:, :f] * device.download(out.hs)[:, None].astype(np.float64)
+    a, b = x.astype(np.float64) @ g.T, x.astype(np.float64) @ u.T
+    silu = a / (1 + np.exp(-a))
+    # the slope of silu is at most 1.1
+    error = 1.1 * bound(g, x, quant) * (np.abs(b) + bound(u, x, quant))
+    error += np.abs(silu) * bound(u, x, quant)
+    assert np.all(np.abs(y - silu * b) <= error + 2 * HALF * np.abs(silu * b) + 64 * 2.0**-25)
+
+
+def test_gate_and_up_of_every_tile_agree(device: Device, scratch: dict[str, object]) -> None:
+    quant = by_name("Q4_0")
+    tokens, f, k = 9, 136, 128
+    rng = np.random.default_rng(11)
+    gate, up = (matrix(device, rng, quant, f, k)[0] for _ in range(2))
+    x = halved(device, rng.standard_normal((tokens, k)).astype(np.float32))
+    results = []
+    for tile in (NARROW, TALL, SQUARE, LARGE):
+        out = Activations.empty(device, tokens, f, f16=True)
+        gate_up_f16(device, gate, up, x, out, tile=tile, **scratch)
+        results.append(device.download(out.h))
+        assert np.array_equal(results[0], results[-1])
+        assert np.array_equal(device.download(out.hs), np.full(tokens, 64.0))
+    assert results[0].shape == (tokens, padded(f))
+
+
+def test_what_a_product_needs_is_asked_for(device: Device, scratch: dict[str, object]) -> None:
+    quant = by_name("Q4_0")
+    rng = np.random.default_rng(12)
+    raw, _ = random_weights(rng, quant, 16, 128)
+    bare = upload(device, quant, raw, 128)
+    x = halved(device, np.ones((2, 128), np.float32))
+    y = nan(device, 2, 16)
+    with pytest.raises(KernelError, match="peak"):
+        matmul_f16(device, bare, x, y, **scratch)
+    whole = with_peak(device, bare)
+    with pytest.raises(KernelError, match="f16 form"):
+        matmul_f16(device, whole, Activations(y, None, None), y, **scratch)
+    with pytest.raises(KernelError, match="partials"):
+        matmul_f16(device, whole, x, y, partials=y, arrivals=scratch["arrivals"])
