@@ -75,6 +75,7 @@ class GpuRecord:
             "passed": self.names("passed"),
             "failed": self.names("failed"),
             "skipped": {name: self.reasons[name] for name in self.names("skipped")},
+            "measured": self.measured,
         }
 
     def pytest_terminal_summary(self, terminalreporter):
