@@ -76,7 +76,7 @@ class _Unbacked(np.ndarray):
 
     @property
     def data(self) -> SimpleNamespace:  # type: ignore[override]
-        return SimpleNamespace(ptr=0)
+        return SimpleNamespace(ptr=256)
 
 
 class _DryDevice:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,9 @@ from minfer_cuda.kernels.attention import attention
 from minfer_cuda.kernels.attention import plan as attention_plan
 from minfer_cuda.kernels.layouts import Activations, matrix_bytes
 from minfer_cuda.kernels.matmul import ARRIVALS, PARTIALS, matmul
+from minfer_cuda.kernels.matmul_f16 import ARRIVALS as F16_ARRIVALS
+from minfer_cuda.kernels.matmul_f16 import PARTIALS as F16_PARTIALS
+from minfer_cuda.kernels.matmul_f16 import gate_up_f16, halve, matmul_f16, with_peak
 from minfer_cuda.kernels.matmul_float import matmul_float
 from minfer_cuda.kernels.matvec import matvec, matvec_gate_up, matvec_qkv
 from minfer_cuda.kernels.norm import rms_norm
@@ -23,7 +26,7 @@ from minfer_cuda.kernels.sampling import Sampler
 from minfer_cuda.quants import by_name
 from minfer_cuda.sampling import SamplingParams
 
-KERNELS = ("matvec", "gate_up", "qkv", "matmul", "attention", "rms_norm", "sampling")
+KERNELS = ("matvec", "gate_up", "qkv", "matmul", "matmul_f16", "attention", "rms_norm", "sampling")
 ROLES = {"o": "attn_output", "down": "ffn_down", "gate": "ffn_gate", "head": "output"}
 SAMPLERS = {
     "greedy": SamplingParams(temperature=0.0),
@@ -88,6 +91,55 @@ def linear(size: str, role: str, type_name: str, n: int, k: int, rows: int) -> C
     product = "f16" if is_float else "s8"
     ops = 2 * rows * n * k if rows > 1 else 0
     return Case(kernel, size, role, type_name, rows, int(n_bytes), ops, product, prepare)
+
+
+def linear_f16(size: str, role: str, type_name: str, n: int, k: int, rows: int) -> Case:
+    """The same product on f16 tensor cores."""
+
+    def prepare(bed: Bed) -> Work:
+        weights = [with_peak(bed.device, w) for w in bed.matrices(type_name, n, k)]
+        x, y = Activations.empty(bed.device, rows, k, f16=True), bed.nan(rows, n)
+        halve(bed.device, bed.normal(rows, k), x)
+        scratch = f16_scratch(bed)
+        return Work(
+            lambda i: matmul_f16(bed.device, weights[i], x, y, **scratch), len(weights), (y,)
+        )
+
+    n_bytes = matrix_bytes(by_name(type_name), n, k) + rows * (2 * k + 4 * n)
+    return Case(
+        "matmul_f16", size, role, type_name, rows, n_bytes, 2 * rows * n * k, "f16", prepare
+    )
+
+
+def f16_scratch(bed: Bed) -> dict[str, DeviceArray]:
+    return {
+        "partials": bed.device.empty(F16_PARTIALS, np.float32),
+        "arrivals": bed.device.zeros(F16_ARRIVALS, np.int32),
+    }
+
+
+def gate_up_f16_case(size: str, shape: Size, type_name: str, rows: int) -> Case:
+    """Both products and SwiGLU in one launch."""
+    one_bytes = matrix_bytes(by_name(type_name), shape.ffn, shape.d)
+
+    def prepare(bed: Bed) -> Work:
+        copies = bed.copies(2 * one_bytes)
+        matrices = bed.matrices(type_name, shape.ffn, shape.d, 2 * copies)
+        weights = [with_peak(bed.device, w) for w in matrices]
+        x = Activations.empty(bed.device, rows, shape.d, f16=True)
+        halve(bed.device, bed.normal(rows, shape.d), x)
+        out = Activations.empty(bed.device, rows, shape.ffn, f16=True)
+        out = replace(out, hs=bed.nan(rows))
+        scratch = f16_scratch(bed)
+
+        def launch(i: int) -> None:
+            gate_up_f16(bed.device, weights[2 * i], weights[2 * i + 1], x, out, **scratch)
+
+        return Work(launch, copies, (out.hs,))
+
+    n_bytes = 2 * one_bytes + rows * 2 * (shape.d + shape.ffn)
+    ops = 4 * rows * shape.ffn * shape.d
+    return Case("matmul_f16", size, "gate, up", type_name, rows, n_bytes, ops, "f16", prepare)
 
 
 def gate_up(size: str, shape: Size, type_name: str) -> Case:
@@ -172,8 +224,8 @@ def attention_case(size: str, shape: Size, rows: int, depth: int) -> Case:
 def norm(size: str, shape: Size, rows: int) -> Case:
     def prepare(bed: Bed) -> Work:
         x, weight = bed.normal(rows, shape.d), bed.normal(shape.d)
-        whole = Activations.empty(bed.device, rows, shape.d, floats=False, q8=True)
-        out = Activations(bed.nan(rows, shape.d), whole.qs, whole.ds)
+        whole = Activations.empty(bed.device, rows, shape.d, q8=True, scaled=True)
+        out = replace(whole, x=bed.nan(rows, shape.d))
         return Work(lambda i: rms_norm(bed.device, x, weight, out, 1e-6), 1, (out.x,))
 
     n_bytes = int(rows * shape.d * (4 + 4 + 1.25))
@@ -237,6 +289,13 @@ def _of_size(size: str, options: Namespace) -> Iterator[Case]:
     for matrix in matrices(("gate", "down")):
         for rows in options.rows:
             yield linear(size, *matrix, rows=rows)
+    for rows in options.rows:
+        for short, type_name, n, k in matrices(("o", "down")):
+            if by_name(type_name).block_size > 1:
+                yield linear_f16(size, short, type_name, n, k, rows)
+        for type_name in types("ffn_gate"):
+            if by_name(type_name).block_size > 1:
+                yield gate_up_f16_case(size, shape, type_name, rows)
     for depth in options.depths:
         yield attention_case(size, shape, 1, depth)
     for rows in options.prefill:

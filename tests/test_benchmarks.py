@@ -211,6 +211,8 @@ def tiny_cases():
         cases.linear("tiny", "o", "Q4_K", 16, 256, rows=1),
         cases.linear("tiny", "o", "Q5_0", 16, 256, rows=3),
         cases.linear("tiny", "o", "F16", 16, 256, rows=2),
+        cases.linear_f16("tiny", "o", "Q4_0", 16, 256, rows=3),
+        cases.gate_up_f16_case("tiny", TINY, "Q4_0", rows=2),
         cases.gate_up("tiny", TINY, "Q4_0"),
         cases.qkv("tiny", TINY, ("Q4_0", "Q4_0", "Q8_0")),
         cases.attention_case("tiny", TINY, 1, 70),
@@ -500,7 +502,7 @@ def test_the_benchmark_of_a_synthetic_model_is_a_result_file(tmp_path, monkeypat
     assert result["command"].startswith("minfer bench synthetic-tiny-q8_0.gguf --device cpu")
     assert [row["name"] for row in result["results"]] == ["pp4", "tg2", "pp4 @ 3", "tg2 @ 3"]
     assert json.loads(capsys.readouterr().out) == result
-    assert "7b" not in render.speed([result])
+    assert "| tiny-q8_0 (random weights) |" in render.speed([result])
 
 
 def write_tiny(path, size, ftype):
