@@ -176,4 +176,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except MinferError as error:
+        sys.exit(f"error: {error}")
