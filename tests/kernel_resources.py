@@ -7,12 +7,12 @@ the code of their file, comments aside, and NVRTC's options are the same.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import importlib
 import json
 import os
 import re
-import sys
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from minfer_cuda.quants import QUANT_TYPES
 TABLE = Path(__file__).parent / "kernel-resources.json"
 FULL = (75, 80, 90, 120)  # every instance
 FAMILIES = (86, 87, 89, 100)  # one type of each family of formats
-FAMILY_TYPES = ("Q4_0", "Q8_0", "Q4_K", "IQ4_XS", "F16")
+FAMILY_TYPES = ("Q4_0", "Q4_K", "IQ4_XS", "F16")
 ALL_TYPES = tuple(t.cuda_name for t in QUANT_TYPES.values() if t.cuda_name)
 
 Row = list[int]  # registers, static shared bytes, spilled bytes
@@ -75,19 +75,21 @@ def load() -> dict[str, Any]:
     return json.loads(TABLE.read_text()) if TABLE.exists() else {}
 
 
-def save(table: dict[str, Any]) -> None:
+def save(table: dict[str, Any], path: Path) -> None:
     """One line an instance, so that a change shows as such."""
-    lines = []
+    parts = []
     for stem in sorted(table):
         rows = ",\n".join(
-            f"   {json.dumps(name)}: {json.dumps(by_arch)}"
-            for name, by_arch in sorted(table[stem]["instances"].items())
+            f"   {json.dumps(name)}: {json.dumps(dict(sorted(rows.items(), key=_arch)))}"
+            for name, rows in sorted(table[stem]["instances"].items())
         )
-        head = {key: value for key, value in table[stem].items() if key != "instances"}
-        lines.append(
-            f' {json.dumps(stem)}: {json.dumps(head)[:-1]}, "instances": {{\n{rows}\n }}}}'
-        )
-    TABLE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        head = json.dumps({key: table[stem][key] for key in ("code", "nvrtc")})
+        parts.append(f' {json.dumps(stem)}: {head[:-1]}, "instances": {{\n{rows}\n }}}}')
+    path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+
+
+def _arch(row: tuple[str, Row]) -> int:
+    return int(row[0])
 
 
 def stale(stem: str, table: dict[str, Any]) -> list[tuple[str, int]]:
@@ -101,32 +103,40 @@ def stale(stem: str, table: dict[str, Any]) -> list[tuple[str, int]]:
     ]
 
 
-def update(wanted: list[str]) -> None:
-    """Compile what is stale of some files, on threads, and rewrite the table."""
-    table = load()
-    for stem in set(table) - set(stems()):
-        del table[stem]
-    for stem in wanted:
-        todo = stale(stem, table)
-        old = table.get(stem, {}).get("instances", {}) if len(todo) < len(jobs(stem)) else {}
-        there: dict[str, dict[str, Row]] = {}
-        for name, arch in jobs(stem):
-            if (row := old.get(name, {}).get(str(arch))) is not None:
-                there.setdefault(name, {})[str(arch)] = row
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            running = {pool.submit(measure, stem, *job): job for job in todo}
-            for done, future in enumerate(as_completed(running), 1):
-                name, arch = running[future]
-                there.setdefault(name, {})[str(arch)] = future.result()
-                print(f"{stem}: {done} of {len(todo)}, {name} sm_{arch}", flush=True)
-        version = "{}.{}".format(*nvrtc_version())
-        ordered = {
-            name: dict(sorted(rows.items(), key=lambda row: int(row[0])))
-            for name, rows in there.items()
-        }
-        table[stem] = {"code": code_hash(stem), "nvrtc": version, "instances": ordered}
-        save(table)
+def begin(stem: str, table: dict[str, Any]) -> list[tuple[str, str, int]]:
+    """What is to compile of a file; its entry keeps the rows that still hold."""
+    todo, wanted = stale(stem, table), jobs(stem)
+    old = table[stem]["instances"] if stem in table and len(todo) < len(wanted) else {}
+    kept: dict[str, dict[str, Row]] = {}
+    for name, arch in wanted:
+        if str(arch) in old.get(name, {}):
+            kept.setdefault(name, {})[str(arch)] = old[name][str(arch)]
+    version = "{}.{}".format(*nvrtc_version())
+    table[stem] = {"code": code_hash(stem), "nvrtc": version, "instances": kept}
+    return [(stem, name, arch) for name, arch in todo]
+
+
+def update(wanted: list[str], into: Path) -> None:
+    """Compile what is stale of some files, on threads, and write the table, also where it is
+    interrupted: a second run goes on from there."""
+    table = {stem: entry for stem, entry in load().items() if stem in stems()}
+    todo = [job for stem in wanted for job in begin(stem, table)]
+    todo.reverse()  # instances are listed by rising tile: long compilations first
+    pool = ThreadPoolExecutor(os.cpu_count())
+    running = {pool.submit(measure, *job): job for job in todo}
+    try:
+        for done, future in enumerate(as_completed(running), 1):
+            stem, name, arch = running[future]
+            table[stem]["instances"].setdefault(name, {})[str(arch)] = future.result()
+            print(f"{done} of {len(todo)}: {name} sm_{arch}", flush=True)
+    finally:
+        pool.shutdown(cancel_futures=True)
+        save(table, into)
 
 
 if __name__ == "__main__":
-    update(sys.argv[1:] or stems())
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("stems", nargs="*", help="files of cuda/, all by default")
+    parser.add_argument("--into", type=Path, default=TABLE, help="where the table is written")
+    arguments = parser.parse_args()
+    update(arguments.stems or stems(), arguments.into)
