@@ -99,6 +99,29 @@ __device__ inline uint16_t load_stream2(const void* p) {
 #endif
 }
 
+// 16 bytes that stay in L1, and 16 bytes of shared memory, as one load each.
+__device__ inline uint4 load_cached16(const void* p) {
+#ifdef MINFER_SIMT
+    return *static_cast<const uint4*>(p);
+#else
+    uint4 v;
+    asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+    return v;
+#endif
+}
+__device__ inline uint4 load_shared16(const void* p) {
+#ifdef MINFER_SIMT
+    return *static_cast<const uint4*>(p);
+#else
+    uint4 v;
+    uint32_t s = static_cast<uint32_t>(__cvta_generic_to_shared(p));
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(s) : "memory");
+    return v;
+#endif
+}
+
 // What another block wrote before a counter said so: from L2, never from this SM's L1.
 __device__ inline float load_coherent(const float* p) {
 #ifdef MINFER_SIMT

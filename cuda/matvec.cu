@@ -7,20 +7,23 @@
 //                    hold up the whole block; or
 //         Normed     a float row and an RMSNorm weight: every block norms and quantises it itself into
 //                    shared memory, with the bits of norm.cu, which costs less than another launch.
-// Split   a strip of 8 rows is cut along K into parts of `part_records` records; partial sums meet in
-//         shared memory once, at the end, and are added in order of K. The order depends on K and the
-//         type alone: fused or not, on any card, equal bits. A block owns a contiguous share of
-//         strips; its warps take (strip, part) tasks in turn and stream them without a barrier.
-// Launch  block = 320, grid = blocks that share the units, dynamic shared: kernels/matvec.py.
+// Split   a strip of 8 rows is cut along K into parts of `part_records` records, a divisor of its records;
+//         partial sums meet in shared memory once, at the end, and are added in order of K. The order
+//         depends on K and the type alone: fused or not, on any card, equal bits. A block owns one or
+//         two runs of whole strips, each contiguous in memory; its warps take their parts in turn and
+//         stream them without a barrier.
+// Launch  block = 512, dynamic shared and grid: kernels/matvec.py.
 // Bytes   N * K / kBlock * kRaw, read once. Q4_K 18944 x 3584: 38.2 MB, 8.9 us at 4.3 TB/s (H200).
-//         In flight: 10 warps x kDepth records, about 30 KB a block.
+//         In flight: 16 warps x kDepth records, about 36 KB a block. Issue slots are the other limit:
+//         a warp spends about 140 instructions on a Q4_K record of 1,152 bytes, which an SM receives
+//         in 62 clocks; so two blocks of 16 warps an SM, and few instructions around the products.
 // Why not one row per block (as is common): its last reduction and its launch cost more than its 2 KB.
 #include "norm.cuh"
 #include "q8.cuh"
 #include "quants.cuh"
 #include "rope.cuh"
 
-constexpr int kThreads = kNormThreads;  // twice on an SM: 96 registers a thread
+constexpr int kThreads = kNormThreads;  // twice on an SM: 64 registers a thread
 constexpr int kWarps = kThreads / kWarp;
 
 struct Input {
@@ -42,6 +45,7 @@ struct Row {
 // factor when all sums are made. `memory` is the shared memory that take() leaves the row in.
 struct Quantised {
     static constexpr int kWeights = 0;
+    __device__ static uint4 get16(const void* p) { return load_cached16(p); }
     __device__ static void before(const Input&, float*) {}
     __device__ static Row take(const Input& in, char*, int, float*, float* partial) {
         if (in.scale && threadIdx.x == 0) copy_async(partial, in.scale);
@@ -51,6 +55,7 @@ struct Quantised {
 };
 struct Normed {
     static constexpr int kWeights = 1;
+    __device__ static uint4 get16(const void* p) { return load_shared16(p); }
     __device__ static void before(const Input& in, float* weight) {
         for (int i = threadIdx.x * 4; i < in.k; i += kThreads * 4) copy_async16(weight + i, in.weight + i);
         copy_async_commit();
@@ -68,14 +73,14 @@ struct Normed {
 };
 
 // acc + the lane's part of one record times the row; `chunk` is the record's first.
-template <class Q>
+template <class Q, class In>
 __device__ inline float dot_record(const typename Q::Lane& l, const Row& x, int chunk, int t, float acc) {
     float sum = 0.0f, least = 0.0f;
 #pragma unroll
     for (int c = 0; c < Q::kChunks; ++c) {
-        const uint4* qs = reinterpret_cast<const uint4*>(x.qs + (chunk + c) * 128 + t * 32);
-        const uint4* ds = reinterpret_cast<const uint4*>(x.ds + (chunk + c) * 4);
-        const uint4 x0 = qs[0], x1 = qs[1], d0 = ds[0], d1 = ds[1];
+        const int8_t* qs = x.qs + (chunk + c) * 128 + t * 32;
+        const GroupScale* ds = x.ds + (chunk + c) * 4;
+        const uint4 x0 = In::get16(qs), x1 = In::get16(qs + 16), d0 = In::get16(ds), d1 = In::get16(ds + 2);
         const uint32_t xs[4][2] = {{x0.x, x0.y}, {x0.z, x0.w}, {x1.x, x1.y}, {x1.z, x1.w}};
         const uint32_t d[4] = {d0.x, d0.z, d1.x, d1.z};
 #pragma unroll
@@ -115,76 +120,67 @@ __device__ inline float dot_record(const typename Q::Lane& l, const Row& x, int 
     }
 }
 
-// A warp's tasks: part `part` of strip `strip`, counted from the block's first; kWarps tasks a step.
-struct Task {
-    int strip, part;
-    __device__ void advance(int parts) {
-        part += kWarps;
-        while (part >= parts) part -= parts, ++strip;
-    }
+// A block's records: `parts` parts, the first `split` of them from `first` on, the others from `second`
+// on, each run contiguous.
+struct Runs {
+    const uint8_t *first, *second;
+    int split, parts;
 };
 
-// Partial sums of strips [begin, end): sums[((strip - begin) * parts + part) * 8 + row]. `strips` maps
-// a strip to its matrix and the offset of its first record (in units of 16 bytes). The first loads
-// start before the wait for the input. `addends.before`, `.early` and `.late` start asynchronous copies
-// of what the end will need: before the wait, after it, and once more when that has arrived. Returns
-// the row's factor, behind a barrier and with all that in shared memory.
-template <class Q, class In, int Depth = Q::kDepth, class Strips, class Addends>
-__device__ float strip_sums(const Strips& strips, int begin, int end, const Input& in, float* sums, char* row_memory,
-                           Addends& addends) {
+// Partial sums of every part: sums[part * 8 + row of its strip]. The first loads start before the wait
+// for the input. `addends.before`, `.early` and `.late` start asynchronous copies of what the end will
+// need: before the wait, after it, and once more when that has arrived. Returns the row's factor, behind
+// a barrier and with all that in shared memory.
+template <class Q, class In, class Addends>
+__device__ float part_sums(const Runs& runs, const Input& in, float* sums, char* row_memory, Addends& addends) {
+    __shared__ float partial[kWarps];
     const int lane = threadIdx.x % kWarp;
     const int warp = __shfl_sync(kFull, threadIdx.x / kWarp, 0);  // the same for all lanes, and known to be
-    const int records = ceil_div(in.k, Q::kRecK), parts = ceil_div(records, in.part_records);
-    const int count = end - begin;
-    auto length = [&](int part) { return min(in.part_records, records - part * in.part_records); };
-    auto offset = [&](const Task& task) {
-        return strips.offset(begin + task.strip) + task.part * in.part_records * (Q::kRecord / 16);
-    };
+    const int records = ceil_div(in.k, Q::kRecK), strip_parts = records / in.part_records;
+    const int part_bytes = in.part_records * Q::kRecord;
 
-    // the load side runs Depth records ahead of the use side
-    Task ahead{0, warp};
-    ahead.part -= kWarps;
-    ahead.advance(parts);
-    Task task = ahead;
-    int left = 0;
-    uint32_t at = 0;
-    if (ahead.strip < count) left = length(ahead.part), at = offset(ahead);
-    auto load = [&](typename Q::Lane& l) {
-        if (ahead.strip >= count) return;
-        l = Q::template load<Streamed>(strips.base(begin + ahead.strip) + at * 16ull, lane);
-        at += Q::kRecord / 16;
-        if (--left == 0) {
-            ahead.advance(parts);
-            if (ahead.strip < count) left = length(ahead.part), at = offset(ahead);
-        }
+    // the load side runs kDepth records ahead of the use side
+    int ahead = warp, left = in.part_records;
+    auto start = [&](int part) {
+        const uint8_t* run = part < runs.split ? runs.first : runs.second - static_cast<int64_t>(runs.split) * part_bytes;
+        return run + static_cast<int64_t>(part) * part_bytes;
     };
-    typename Q::Lane ring[Depth];
+    const uint8_t* at = start(ahead);
+    auto load = [&](typename Q::Lane& l) {
+        if (ahead >= runs.parts) return;
+        l = Q::template load<Streamed>(at, lane);
+        at += Q::kRecord;
+        if (--left == 0) left = in.part_records, ahead += kWarps, at = start(ahead);
+    };
+    typename Q::Lane ring[Q::kDepth];
 #pragma unroll
-    for (int i = 0; i < Depth; ++i) load(ring[i]);
+    for (int i = 0; i < Q::kDepth; ++i) load(ring[i]);
     In::before(in, sums);
     addends.before();
     pdl_wait();
     addends.early();
-    __shared__ float partial[kWarps];
     const Row row = In::take(in, row_memory, records * Q::kChunks, sums, partial);
     addends.late();
     copy_async_commit();
 
     float acc = 0.0f;
-    int record = task.part * in.part_records, rest = length(task.part);
-    while (task.strip < count) {
+    const int step = kWarps % strip_parts;
+    int part = warp, strip_part = warp % strip_parts, record = strip_part * in.part_records, rest = in.part_records;
+    while (part < runs.parts) {
 #pragma unroll
-        for (int i = 0; i < Depth; ++i) {
-            if (task.strip >= count) break;
-            acc = dot_record<Q>(ring[i], row, record * Q::kChunks, lane & 3, acc);
+        for (int i = 0; i < Q::kDepth; ++i) {
+            if (part >= runs.parts) break;
+            acc = dot_record<Q, In>(ring[i], row, record * Q::kChunks, lane & 3, acc);
             load(ring[i]);
             ++record;
             if (--rest == 0) {
                 acc = __fadd_rn(acc, __shfl_xor_sync(kFull, acc, 1));
                 acc = __fadd_rn(acc, __shfl_xor_sync(kFull, acc, 2));
-                if ((lane & 3) == 0) sums[(task.strip * parts + task.part) * 8 + (lane >> 2)] = acc;
-                task.advance(parts);
-                acc = 0.0f, record = task.part * in.part_records, rest = length(task.part);
+                if ((lane & 3) == 0) sums[part * 8 + (lane >> 2)] = acc;
+                acc = 0.0f, rest = in.part_records, part += kWarps;
+                strip_part += step;
+                if (strip_part >= strip_parts) strip_part -= strip_parts;
+                record = strip_part * in.part_records;
             }
         }
     }
@@ -193,42 +189,30 @@ __device__ float strip_sums(const Strips& strips, int begin, int end, const Inpu
     return In::scale(in, partial);
 }
 
-// Row `row`, counted from the block's first, of what strip_sums left.
+// Row `row` of the block, counted over its strips, of what part_sums left.
 template <class Q>
 __device__ inline float row_sum(const float* sums, const Input& in, int row) {
-    const int parts = ceil_div(ceil_div(in.k, Q::kRecK), in.part_records);
-    const float* p = sums + (row >> 3) * parts * 8 + (row & 7);
+    const int strip_parts = ceil_div(in.k, Q::kRecK) / in.part_records;
+    const float* p = sums + (row >> 3) * strip_parts * 8 + (row & 7);
     float sum = p[0];
-    for (int i = 1; i < parts; ++i) sum = __fadd_rn(sum, p[i * 8]);
+    for (int i = 1; i < strip_parts; ++i) sum = __fadd_rn(sum, p[i * 8]);
     return sum;
 }
 
-// A block's share of `units`: [begin, end), of ceil or floor of the mean.
-struct Share {
-    int begin, end;
-};
-__device__ inline Share share_of(int units, int block, int blocks) {
-    return Share{static_cast<int>(static_cast<int64_t>(units) * block / blocks),
-                 static_cast<int>(static_cast<int64_t>(units) * (block + 1) / blocks)};
-}
-// Where the row lies in shared memory: behind the sums, and behind what the input's sharing takes.
-template <class Q, class In>
-__device__ inline char* row_memory(const Input& in, int most_strips) {
-    const int parts = ceil_div(ceil_div(in.k, Q::kRecK), in.part_records);
-    // the norm's weights lie where the sums will
-    return shared_bytes() + max(most_strips * parts * 32, in.k * static_cast<int>(sizeof(float)) * In::kWeights);
-}
+// Bytes of a strip, and parts of it.
 template <class Q>
-__device__ inline uint32_t strip_size(const Input& in) {
-    return ceil_div(in.k, Q::kRecK) * (Q::kRecord / 16);
-}
-
-struct PlainStrips {
-    const uint8_t* w;
-    uint32_t strip_size;  // in units of 16 bytes
-    __device__ const uint8_t* base(int) const { return w; }
-    __device__ uint32_t offset(int strip) const { return strip * strip_size; }
+struct Strip {
+    int64_t bytes;
+    int parts;
+    __device__ explicit Strip(const Input& in)
+        : bytes(static_cast<int64_t>(ceil_div(in.k, Q::kRecK)) * Q::kRecord),
+          parts(ceil_div(in.k, Q::kRecK) / in.part_records) {}
 };
+// Where a normed row lies in shared memory: behind the sums, or the norm's weights before them.
+template <class In>
+__device__ inline char* row_memory(const Input& in, int parts) {
+    return shared_bytes() + max(parts * 32, in.k * static_cast<int>(sizeof(float)) * In::kWeights);
+}
 
 struct Output {
     const float *bias, *residual;  // (N); null: none
@@ -250,19 +234,19 @@ struct RowAddends {
     __device__ void late() {}
 };
 
+// A block has `strips` strips, the last one what is left.
 template <class Q, class In>
-__global__ void __launch_bounds__(kThreads, 2) matvec(const uint8_t* w, Input in, Output out) {
+__global__ void __launch_bounds__(kThreads, 2) matvec(const uint8_t* w, Input in, Output out, int strips) {
     pdl_trigger();
-    float* sums = reinterpret_cast<float*>(shared_bytes());
-    const int strips = ceil_div(out.n, 8);
-    const Share mine = share_of(strips, blockIdx.x, gridDim.x);
-    const int row0 = mine.begin * 8, rows = min(mine.end * 8, out.n) - row0;
-    const PlainStrips plain{w, strip_size<Q>(in)};
     __shared__ float bias[kThreads], residual[kThreads];
-    const int t = threadIdx.x;
+    float* sums = reinterpret_cast<float*>(shared_bytes());
+    const Strip<Q> strip(in);
+    const int first = blockIdx.x * strips, count = min(strips, ceil_div(out.n, 8) - first), t = threadIdx.x;
+    const int row0 = first * 8, rows = min(count * 8, out.n - row0);
+    const uint8_t* from = w + first * strip.bytes;
     RowAddends addends{out, bias + t, residual + t, row0 + t, t < rows};
-    const float scale = strip_sums<Q, In>(plain, mine.begin, mine.end, in, sums,
-                                          row_memory<Q, In>(in, ceil_div(strips, gridDim.x)), addends);
+    const float scale = part_sums<Q, In>(Runs{from, from, 0, count * strip.parts}, in, sums,
+                                         row_memory<In>(in, strips * strip.parts), addends);
     for (int r = t; r < rows; r += kThreads) {
         float v = __fmul_rn(row_sum<Q>(sums, in, r), scale);
         if (out.bias) v = __fadd_rn(v, r == t ? bias[t] : out.bias[row0 + r]);
@@ -271,17 +255,6 @@ __global__ void __launch_bounds__(kThreads, 2) matvec(const uint8_t* w, Input in
     }
 }
 
-// Strips of a unit of 32 neurons: four of gate, then four of up. Past the last strip the last one is
-// read again and its sums are not used.
-struct GateUpStrips {
-    const uint8_t *gate, *up;
-    uint32_t strip_size;
-    int strips;
-    __device__ const uint8_t* base(int strip) const { return (strip & 4) ? up : gate; }
-    __device__ uint32_t offset(int strip) const {
-        return min((strip >> 3) * 4 + (strip & 3), strips - 1) * strip_size;
-    }
-};
 struct Nothing {
     __device__ void before() {}
     __device__ void early() {}
@@ -289,34 +262,32 @@ struct Nothing {
 };
 
 //   gate, up (N, K)   qs_out (Np), ds_out (Np / 32): q8 row of N values, y (N) float; null: not written
-// Launch as matvec, units of 32 neurons (8 strips), Np / 32 of them.
+// A block makes 32 neurons, four strips of each matrix: one group of the q8 row. Grid = Np / 32; strips
+// past the last are other strips again, whose sums are not used.
 template <class Q, class In>
 __global__ void __launch_bounds__(kThreads, 2)
 matvec_gate_up(const uint8_t* gate, const uint8_t* up, Input in, int8_t* qs_out, GroupScale* ds_out, float* y, int n) {
     pdl_trigger();
     float* sums = reinterpret_cast<float*>(shared_bytes());
-    const int units = ceil_div(n, 128) * 4;
-    const Share mine = share_of(units, blockIdx.x, gridDim.x);
-    const GateUpStrips strips{gate, up, strip_size<Q>(in), ceil_div(n, 8)};
+    const Strip<Q> strip(in);
+    const int strips = ceil_div(n, 8), first = min(static_cast<int>(blockIdx.x) * 4, strips - 1);
+    const int count = min(4, strips - first), parts = count * strip.parts;
+    const Runs runs{gate + first * strip.bytes, up + first * strip.bytes, parts, 2 * parts};
     Nothing nothing;
-    const float scale = strip_sums<Q, In>(strips, mine.begin * 8, mine.end * 8, in, sums,
-                                          row_memory<Q, In>(in, ceil_div(units, gridDim.x) * 8), nothing);
-    // eight lanes a unit, four neurons a lane; whole warps stay together for quantize4
-    const int lane = threadIdx.x % 8;
-    for (int base = 0; base < mine.end - mine.begin; base += kThreads / 8) {
-        const int unit = base + threadIdx.x / 8, neuron = (mine.begin + unit) * 32 + lane * 4;
-        const bool inside = unit < mine.end - mine.begin;
-        float v[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    const float scale = part_sums<Q, In>(runs, in, sums, row_memory<In>(in, 8 * strip.parts), nothing);
+    if (threadIdx.x >= kWarp) return;
+    // eight lanes, four neurons each; the warp stays together for quantize4
+    const int neuron = blockIdx.x * 32 + threadIdx.x % 8 * 4;
+    float v[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if (!inside || neuron + i >= n) continue;
-            const int r = unit * 64 + lane * 4 + i;
-            v[i] = swiglu_value(__fmul_rn(row_sum<Q>(sums, in, r), scale),
-                                __fmul_rn(row_sum<Q>(sums, in, r + 32), scale));
-            if (y) y[neuron + i] = v[i];
-        }
-        if (qs_out) quantize4(make_float4(v[0], v[1], v[2], v[3]), neuron, inside, qs_out, ds_out);
+    for (int i = 0; i < 4; ++i) {
+        if (neuron + i >= n) continue;
+        const int r = threadIdx.x % 8 * 4 + i;
+        v[i] = swiglu_value(__fmul_rn(row_sum<Q>(sums, in, r), scale),
+                            __fmul_rn(row_sum<Q>(sums, in, count * 8 + r), scale));
+        if (y && threadIdx.x < 8) y[neuron + i] = v[i];
     }
+    if (qs_out) quantize4(make_float4(v[0], v[1], v[2], v[3]), neuron, threadIdx.x < 8, qs_out, ds_out);
 }
 
 struct QkvArguments {
@@ -329,24 +300,10 @@ struct QkvArguments {
     void *k_cache, *v_cache;  // (S, G, E) of this layer
     int heads, kv_heads, head_dim, context;
     int part_records[3];
-    int blocks[3];          // of the grid, for q, k, v
-};
-
-// Strips of a unit of 16 rows: rows 8p.. and their RoPE partners E/2 further on.
-struct HeadStrips {
-    const uint8_t* w;
-    uint32_t strip_size;
-    int shift;  // log2(E / 16), units of a head
-    __device__ int strip_of(int strip) const {
-        const int unit = strip >> 1, low = unit & ((1 << shift) - 1);
-        return ((unit - low) << 1) + low + ((strip & 1) << shift);
-    }
-    __device__ const uint8_t* base(int) const { return w; }
-    __device__ uint32_t offset(int strip) const { return strip_of(strip) * strip_size; }
 };
 
 // Biases and rotation of a thread's pair of rows (first, first + E/2) of q, k or v, under way while the
-// sums are made. A block has at most kThreads pairs.
+// sums are made.
 struct PairAddends {
     const QkvArguments& a;
     float* bias;  // shared: two, then the rotation
@@ -365,27 +322,26 @@ struct PairAddends {
     }
 };
 
+// A block makes a strip of a head and the strip of its RoPE partners, E/2 rows further on: 8 pairs.
 template <class Q, class KV, class In>
-__device__ void project_heads(const QkvArguments& a, int which, int block) {
-    __shared__ float bias[2 * kThreads];
-    __shared__ float2 rotation[kThreads];
+__device__ void project_heads(const QkvArguments& a, int which, int unit) {
+    __shared__ float bias[16];
+    __shared__ float2 rotation[8];
     float* sums = reinterpret_cast<float*>(shared_bytes());
     Input in = a.in;
     in.part_records = a.part_records[which];
-    const int units = (which == 0 ? a.heads : a.kv_heads) * a.head_dim / 16, t = threadIdx.x;
-    const Share mine = share_of(units, block, a.blocks[which]);
-    const HeadStrips strips{a.w[which], strip_size<Q>(in), a.head_dim == 64 ? 2 : 3};
-    const int first = strips.strip_of((mine.begin + t / 8) * 2) * 8 + t % 8, second = first + a.head_dim / 2;
-    PairAddends addends{a, bias + 2 * t, rotation + t, which, first, t < (mine.end - mine.begin) * 8};
-    constexpr int kDepth = Q::kDepth - 1;  // three bodies in one kernel: fewer registers each
-    const float scale = strip_sums<Q, In, kDepth>(strips, mine.begin * 2, mine.end * 2, in, sums,
-                                                  row_memory<Q, In>(in, ceil_div(units, a.blocks[which]) * 2), addends);
+    const Strip<Q> strip(in);
+    const int half = a.head_dim / 16, head = unit / half, t = threadIdx.x;  // strips of half a head
+    const int first = (head * 2 * half + unit % half) * 8 + t, second = first + a.head_dim / 2;
+    const uint8_t* from = a.w[which] + (head * 2 * half + unit % half) * strip.bytes;
+    PairAddends addends{a, bias + 2 * t, rotation + t, which, first, t < 8};
+    const float scale = part_sums<Q, In>(Runs{from, from + half * strip.bytes, strip.parts, 2 * strip.parts}, in, sums,
+                                         row_memory<In>(in, 2 * strip.parts), addends);
+    if (t >= 8) return;
     const int position = *a.position;
-    if (!addends.inside) return;
-    float2 v = make_float2(__fmul_rn(row_sum<Q>(sums, in, t / 8 * 16 + t % 8), scale),
-                           __fmul_rn(row_sum<Q>(sums, in, t / 8 * 16 + 8 + t % 8), scale));
+    const float x0 = __fmul_rn(row_sum<Q>(sums, in, t), scale), x1 = __fmul_rn(row_sum<Q>(sums, in, 8 + t), scale);
     const float b0 = bias[2 * t], b1 = bias[2 * t + 1];
-    v = which == 2 ? make_float2(__fadd_rn(v.x, b0), __fadd_rn(v.y, b1)) : rope_pair(v.x, v.y, b0, b1, rotation[t]);
+    const float2 v = which == 2 ? make_float2(__fadd_rn(x0, b0), __fadd_rn(x1, b1)) : rope_pair(x0, x1, b0, b1, rotation[t]);
     if (which == 0) {
         a.q[first] = v.x, a.q[second] = v.y;
     } else if (position < a.context) {
@@ -396,16 +352,16 @@ __device__ void project_heads(const QkvArguments& a, int which, int block) {
     }
 }
 
-// Launch  grid = blocks[0] + blocks[1] + blocks[2], units of 16 rows; the rest as matvec.
+// Launch  grid = (H + 2 G) E / 16 blocks: those of q, then k, then v.
 template <class Qq, class Qk, class Qv, class KV, class In>
 __global__ void __launch_bounds__(kThreads, 2) matvec_qkv(QkvArguments a) {
     pdl_trigger();
-    const int block = blockIdx.x;
-    if (block < a.blocks[0]) {
+    const int block = blockIdx.x, q = a.heads * a.head_dim / 16, k = a.kv_heads * a.head_dim / 16;
+    if (block < q) {
         project_heads<Qq, KV, In>(a, 0, block);
-    } else if (block < a.blocks[0] + a.blocks[1]) {
-        project_heads<Qk, KV, In>(a, 1, block - a.blocks[0]);
+    } else if (block < q + k) {
+        project_heads<Qk, KV, In>(a, 1, block - q);
     } else {
-        project_heads<Qv, KV, In>(a, 2, block - a.blocks[0] - a.blocks[1]);
+        project_heads<Qv, KV, In>(a, 2, block - q - k);
     }
 }

@@ -2,7 +2,7 @@
 // x * weight with the row's factor beside them.
 //   x (T, K) float   weight (K)   qs (T, Kp) int8, ds (T, Kp/32), scale (T): rsqrt(mean(x^2) + eps)
 //   y (T, K) float   qs (with ds and scale) or y may be null: not written
-// Launch  grid = T, block = 320.
+// Launch  grid = T, block = 512.
 // Bytes   T * K * 4 in, T * K * 1.25 out: 2,048 rows of 896 7.9 us (H200, 2026-11-30).
 // Decode does not use it: the products norm their input themselves (matvec.cu), which saves a launch.
 #include "norm.cuh"

@@ -5,7 +5,7 @@
 #pragma once
 #include "common.cuh"
 
-constexpr int kNormThreads = 320;
+constexpr int kNormThreads = 512;
 constexpr int kNormWarps = kNormThreads / kWarp;
 
 // use(i, x * weight) for values i..i+3 of the row, zeros behind its end up to `padded`; whole warps

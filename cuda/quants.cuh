@@ -60,9 +60,9 @@ struct RecordType {
     static constexpr int kScales = kChunks * kChunkBytes;  // offset of the scales in a record
     static_assert(kRecord % 16 == 0, "records keep 16-byte alignment");
     using Lane = LaneWords<kChunks, Low, High, ScaleWords>;
-    // Records a lane of a matvec keeps in flight: what 96 registers a thread have room for.
+    // Records a lane of a matvec keeps in flight: what 64 registers a thread have room for.
     static constexpr int kWords = kChunks * (Low + High) + ScaleWords;
-    static constexpr int kDepth = kWords < 9 ? 4 : (36 - High) / kWords;
+    static constexpr int kDepth = kWords < 9 ? 3 : 2;
 
     template <class M>
     __device__ static void load_planes(Lane& l, const uint8_t* rec, int lane) {
@@ -326,7 +326,6 @@ struct Q3_K : RecordType<256, 110, 2, 1, 4> {
 };
 // Q2_K: sixteen bytes of (scale, minimum) nibbles [row], then d and dmin [row].
 struct Q2_K : RecordType<256, 84, 2, 0, 5> {
-    static constexpr int kDepth = 3;  // four spill
     static constexpr bool kHalf = true, kMin = true;
     static constexpr int kMul = 1;
     template <class M>

@@ -15,9 +15,10 @@ from minfer_cuda.kernels.norm import BLOCK
 from minfer_cuda.kernels.rope import CACHE_TYPES
 from minfer_cuda.quants import by_name
 
-_MOST_PARTS = 20  # of a strip along K: two for each of a block's ten warps
-_BLOCK_BYTES = 96 * 1024  # of weights that a block streams
 _SHARED_BYTES = 100 * 1024  # of a block: two fit an SM of 227 KiB
+# Of weights that a block streams at least, where there are more strips than blocks at once: more
+# where the block norms its row first.
+_BLOCK_BYTES = {"Quantised": 64 * 1024, "Normed": 256 * 1024}
 _INPUTS = ("Quantised", "Normed")
 
 Row = Activations | Unnormed
@@ -38,34 +39,34 @@ def instances(types: Sequence[str]) -> list[str]:
 
 
 def part_records(w: Matrix) -> int:
-    """Records of a part of a strip. Depends on the type and K alone, and with it the order of the
-    sum."""
-    return ceil_div(w.records, _MOST_PARTS)
+    """Records of a part of a strip: a divisor of the strip's, more than one where that leaves 32
+    parts for a block's 16 warps. Depends on the type and K alone, and with it the order of the sum."""
+    divisors = [n for n in (4, 3, 2) if w.records % n == 0 and w.records // n >= 32]
+    return divisors[0] if divisors else 1
 
 
 def _sum_bytes(w: Matrix) -> int:
     """Partial sums of one strip."""
-    return 32 * ceil_div(w.records, part_records(w))
+    return 32 * (w.records // part_records(w))
 
 
-def _shared(strips: int, w: Matrix, x: Row) -> int:
+def _shared(kernel: str, strips: int, w: Matrix, x: Row) -> int:
     """Sums of `strips`; for a row to be normed, that or the norm's weights before them, and the q8
     row."""
-    if isinstance(x, Activations):
-        return strips * _sum_bytes(w)
-    return max(strips * _sum_bytes(w), 4 * w.cols) + padded(w.cols) // 32 * (32 + 8)
+    wanted = strips * _sum_bytes(w)
+    if isinstance(x, Unnormed):
+        wanted = max(wanted, 4 * w.cols) + padded(w.cols) // 32 * (32 + 8)
+    if wanted > _SHARED_BYTES:
+        raise KernelError(f"{kernel}: K = {w.cols} needs {wanted} bytes of shared memory a block")
+    return wanted
 
 
-def _blocks(units: int, strips: int, w: Matrix, x: Row, sm_count: int, most: int) -> int:
-    """Blocks for `units` of `strips` strips each: one a unit while two blocks an SM hold them all,
-    else about _BLOCK_BYTES each, so that the card's scheduler balances them. `most`: units that a
-    block may have; its shared memory bounds them too."""
-    room = (_SHARED_BYTES - _shared(0, w, x)) // (strips * _sum_bytes(w))
-    if room < 1:
-        raise KernelError(f"matvec: K = {w.cols} needs more than {_SHARED_BYTES} bytes a block")
-    unit_bytes = strips * w.data.nbytes // ceil_div(w.rows, 8)
-    each = 1 if units <= 2 * sm_count else max(1, _BLOCK_BYTES // unit_bytes)
-    return ceil_div(units, min(each, room, most))
+def _strips(w: Matrix, kind: str, sm_count: int) -> int:
+    """Strips of a block of matvec: one while two blocks an SM hold them all, else enough to be
+    worth a block, and no more than its sums have room for."""
+    strips = ceil_div(w.rows, 8)
+    worth = _BLOCK_BYTES[kind] * strips // w.data.nbytes
+    return max(1, min(ceil_div(strips, 2 * sm_count), worth, _SHARED_BYTES // 2 // _sum_bytes(w)))
 
 
 class _Input(ctypes.Structure):
@@ -118,11 +119,11 @@ def matvec(
     for name, array in (("y", y), ("bias", bias), ("residual", residual)):
         if array is not None:
             expect("matvec", name, array, (w.rows,), np.float32)
-    strips = ceil_div(w.rows, 8)
-    blocks = _blocks(strips, 1, w, x, device.sm_count, strips)
+    each = _strips(w, kind, device.sm_count)
     out = _Output(pointer(bias), pointer(residual), pointer(y), w.rows)
     kernel = device.kernel("matvec", f"matvec<{w.quant.cuda_name}, {kind}>")
-    kernel(blocks, BLOCK, w.data, row, out, shared=_shared(ceil_div(strips, blocks), w, x))
+    shared = _shared("matvec", each, w, x)
+    kernel(ceil_div(w.rows, 8 * each), BLOCK, w.data, row, out, each, shared=shared)
 
 
 def matvec_gate_up(device: Device, gate: Matrix, up: Matrix, x: Row, out: Activations) -> None:
@@ -133,11 +134,10 @@ def matvec_gate_up(device: Device, gate: Matrix, up: Matrix, x: Row, out: Activa
             f"matvec_gate_up: gate is {gate.quant.name} {gate.rows}x{gate.cols}, "
             f"up {up.quant.name} {up.rows}x{up.cols}, expected the same"
         )
-    units = padded(gate.rows) // 32
-    blocks = _blocks(units, 8, gate, x, device.sm_count, units)
     kernel = device.kernel("matvec", f"matvec_gate_up<{gate.quant.cuda_name}, {kind}>")
     arguments = (gate.data, up.data, row, out.qs, out.ds, out.x, gate.rows)
-    kernel(blocks, BLOCK, *arguments, shared=_shared(ceil_div(units, blocks) * 8, gate, x))
+    shared = _shared("matvec_gate_up", 8, gate, x)
+    kernel(padded(gate.rows) // 32, BLOCK, *arguments, shared=shared)
 
 
 class _QkvArguments(ctypes.Structure):
@@ -150,7 +150,6 @@ class _QkvArguments(ctypes.Structure):
         *[(name, ctypes.c_void_p) for name in ("rope", "position", "q", "k_cache", "v_cache")],
         *[(name, ctypes.c_int32) for name in ("heads", "kv_heads", "head_dim", "context")],
         ("part_records", ctypes.c_int32 * 3),
-        ("blocks", ctypes.c_int32 * 3),
     ]
 
 
@@ -180,11 +179,6 @@ def matvec_qkv(
     expect("matvec_qkv", "q", q, (1, heads, head_dim), np.float32)
     expect("matvec_qkv", "v_cache", v_cache, tuple(k_cache.shape), k_cache.dtype)
     row, kind = _input("matvec_qkv", x, weights[0])
-    units = [w.rows // 16 for w in weights]
-    share = device.sm_count // 3  # of the card, as the three products are one launch
-    blocks = [
-        _blocks(n, 2, w, x, share, BLOCK // 8) for n, w in zip(units, weights, strict=True)
-    ]
     arguments = _QkvArguments(
         tuple(w.data.data.ptr for w in weights),
         tuple(bias.data.ptr for bias in biases),
@@ -192,13 +186,9 @@ def matvec_qkv(
         *(array.data.ptr for array in (table, position, q, k_cache, v_cache)),
         *(heads, kv_heads, head_dim, context),
         tuple(part_records(w) for w in weights),
-        tuple(blocks),
     )
-    shared = max(
-        _shared(ceil_div(n, count) * 2, w, x)
-        for n, count, w in zip(units, blocks, weights, strict=True)
-    )
+    shared = max(_shared("matvec_qkv", 2, w, x) for w in weights)
     names = ", ".join(str(w.quant.cuda_name) for w in weights)
     cache = CACHE_TYPES[np.dtype(k_cache.dtype).name]
     kernel = device.kernel("matvec", f"matvec_qkv<{names}, {cache}, {kind}>")
-    kernel(sum(blocks), BLOCK, arguments, shared=shared)
+    kernel((heads + 2 * kv_heads) * head_dim // 16, BLOCK, arguments, shared=shared)

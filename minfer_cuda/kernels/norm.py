@@ -10,7 +10,7 @@ from minfer_cuda.kernels import Device, DeviceArray
 from minfer_cuda.kernels.checks import expect
 from minfer_cuda.kernels.layouts import Activations
 
-BLOCK = 320  # kNormThreads
+BLOCK = 512  # kNormThreads
 
 
 def instances(types: Sequence[str] = ()) -> list[str]:
