@@ -1,4 +1,6 @@
-// attention<KV, E, WARPS_M, WARPS_K>: out[t, h] = softmax(q[t, h] k^T / sqrt(E)) v, causal
+// Attention: out[t, h] = softmax(q[t, h] k^T / sqrt(E)) v, causal.
+//   attention<KV, E>                64 rows a block: prefill
+//   attention_decode<KV, E, WARPS>  16 rows a block: one token, or a few
 //   q         (T, H, E) float, rotated          k, v  (S, G, E) KV, one layer: __half or float
 //   position  int32 in device memory: the position of token 0; token t sees keys 0..*position + t
 //   out       (T, H*E) float; qs (T, Kp), ds (T, Kp/32): the same in layout 1; null: not written
@@ -6,47 +8,71 @@
 //   arrivals  int per (row tile, kv head), zero before and after every launch
 // Query head h reads kv head h / R, R = H/G. The rows of a tile are the (token, head of the group)
 // pairs of one kv head: row r is token r / R, head r % R of the group, so keys and values are read
-// once for all R heads, and one token (decode) or many (prefill) run the same code.
-// Launch  grid = (G, row tiles, splits), block = 128: 4 warps. WARPS_M x WARPS_K = 4 x 1: 64 rows,
-//         16 a warp (prefill); 1 x 4: 16 rows, each warp 16 of a tile's 64 keys (decode). Row tiles
-//         run last first: under the causal mask the last see most keys.
-// Splits  of a row tile take equal runs of key tiles, at least `min_tiles` each; how many of them
-//         have work follows from *position alone, the others leave. One: it writes the result. More:
-//         the last to arrive adds the partials in split order, so no bit depends on timing.
+// once for all R heads.
+// Launch  grid = (G, row tiles, splits). attention: block = 128, 16 rows a warp, tiles of 64 keys shared
+//         by all warps; row tiles run last first: under the causal mask the last see most keys.
+//         attention_decode: block = 32 * WARPS, each warp streams tiles of 16 keys of its own through
+//         its own ring, without a barrier; the warps' sums meet once, at the end.
+// Splits  of a row tile take equal runs of keys (kernels/attention.py); how many of them have work
+//         follows from *position alone, the others leave. One: it writes the result. More: the last
+//         to arrive adds the partials in split order, so no bit depends on timing.
+// Early   A decode block stages its first tiles before the wait of dependent launch, from the position
+//         as it reads it then; after the wait it stages the tile of the new keys again, and all of them
+//         if the position has moved. Keys of earlier steps are sure to be there: each kernel here starts
+//         its successor only after its own wait, so what runs later began after the keys before this
+//         layer's attention were complete.
 // Numbers q * log2(e)/sqrt(E) is rounded to f16 once; k, v (an f32 cache while staging) and the
 //         weights exp2(s - max) are f16; scores, maxima, sums and the output are float32.
 // Bytes   decode 2*G*E*sizeof(KV) per position: 7B at 16,384 33.6 MB -> 7.8 us a layer at 4.3 TB/s
 //         (H200), 0.5B 8.4 MB -> 1.95 us. Prefill 4*T*S*H*E operations, half of them masked: 7B,
 //         2,048 tokens 30 GFLOP a layer -> 49 us at 608 TFLOP/s.
-// Registers  sm_90, 4 x 1 and 1 x 4: f16 cache E 64 166, 118, E 128 218, 165 (2 to 4 blocks an SM);
-//         f32 cache 168, 167 and 255, 255. No spills from sm_75 to sm_120.
-// Shared  64 KB, E 64 4 x 1 32 KB: at most what sm_75 has.
 #include "attention.cuh"
 #include "q8.cuh"
 
 struct AttentionShape {
     int tokens, heads, kv_heads, context;  // T, H, G, S
-    int min_tiles;                         // key tiles that a split takes at least
+    int alone_keys;                        // up to so many keys one split takes all,
+    int min_keys;                          // else each at least so many
 };
 
-template <int E, int WARPS_M, int WARPS_K>
-struct Tiling {
-    static_assert(E == 64 || E == 128, "head dims of the family");
-    static_assert(WARPS_M * WARPS_K * kWarp == kThreads, "");
-    static constexpr int kRows = 16 * WARPS_M;
-    static constexpr int kSlots = WARPS_K;  // warps that share rows
-    static constexpr int kWarpKeys = kKeys / WARPS_K;
-    static_assert(kWarpKeys % 16 == 0, "a warp's keys are whole k16 steps");
-    // Enough bytes in flight from few blocks in decode; 64 KB is all that sm_75 has.
-    static constexpr int kStages = WARPS_K > 1 && E == 64 ? 4 : 2;
+// The prefill's block: 64 rows, 16 a warp, over key tiles that all warps share.
+template <int E>
+struct Prefill {
+    static constexpr int kThreads = ::kThreads;
+    static constexpr int kRows = 64, kSlots = 1;  // warps that share rows
+    static constexpr int kStages = 2;
     static constexpr int kSharedBytes = kStages * 2 * kKeys * E * 2;
-    static constexpr int kMaxSplits = 128;
+};
+
+// The decode's block: 16 rows, which all warps share, each over key tiles of its own.
+template <int E, int WARPS>
+struct Decode {
+    static constexpr int kThreads = WARPS * kWarp;
+    static constexpr int kRows = 16, kSlots = WARPS;
+    static constexpr int kDepth = WARPS == 8 || E == 64 ? 2 : 1;  // tiles of a warp under way
+    // Twice 128 registers a thread fit beside a block of the product before. (sm_75 compiles 8 warps,
+    // but has no room for their tiles; there the bound would spill.)
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+    static constexpr int kBlocks = 1;
+#else
+    static constexpr int kBlocks = WARPS == 8 ? 2 : 3;
+#endif
+    static constexpr int kTile = 2 * kWarpKeys * E;  // halves: keys, values
+    static constexpr int kQueries = WARPS * kDepth * kTile;
+    static constexpr int kSharedBytes = (kQueries + kRows * E) * 2;
+};
+
+constexpr int kMaxSplits = 128;
+
+template <int E, class Tile>
+struct Sums {
     // Rows of sums in shared memory lie 8 words apart from a multiple of 32: fragments are written
     // without bank conflicts.
-    static constexpr int kSumStride = E + 8;
-    static_assert(kSharedBytes <= 65536, "");
-    static_assert(WARPS_K * kRows * (kSumStride + 2) * 4 <= kSharedBytes, "sums of all warps");
-    static_assert(kRows * kMaxSplits * 4 <= kSharedBytes, "weights of the splits");
+    static constexpr int kStride = E + 8, kStats = Tile::kSlots * Tile::kRows * kStride;
+    static_assert(E == 64 || E == 128, "head dims of the family");
+    static_assert(Tile::kSlots > 4 || Tile::kSharedBytes <= 65536, "all that sm_75 has");
+    static_assert((kStats + Tile::kSlots * Tile::kRows * 2) * 4 <= Tile::kSharedBytes, "of all warps");
+    static_assert(Tile::kRows * kMaxSplits * 4 <= Tile::kSharedBytes, "weights of the splits");
 };
 
 // The keys that a block works on.
@@ -75,12 +101,15 @@ __device__ inline Place find_place(const AttentionShape& shape) {
     return place;
 }
 
+template <int KEYS>
 __device__ inline Work find_work(const AttentionShape& shape, const Place& place, int position) {
     Work work;
     work.first_query = position + place.token(0);
     work.length = min(position + place.token(place.rows - 1) + 1, shape.context);
-    const int tiles = ceil_div(work.length, kKeys);
-    const int share = max(shape.min_tiles, ceil_div(tiles, static_cast<int>(gridDim.z)));
+    const int tiles = ceil_div(work.length, KEYS);
+    const int share = work.length <= shape.alone_keys
+                          ? tiles
+                          : max(shape.min_keys / KEYS, ceil_div(tiles, static_cast<int>(gridDim.z)));
     work.active = ceil_div(tiles, share);
     work.begin = blockIdx.z * share;
     work.end = min(work.begin + share, tiles);
@@ -113,7 +142,7 @@ __device__ inline void add_scaled(float4& sum, const float* from, float by) {
 }
 
 // Four sums of a row over the warps that share it, and the row's {m, l}.
-template <int E, typename Tile>
+template <int E, class Tile>
 __device__ inline float4 combine_warps(const float* sums, const float2* stats, int row, int dim,
                                        float2* stat) {
     float top = minus_infinity(), sum = 0.0f;
@@ -126,58 +155,136 @@ __device__ inline float4 combine_warps(const float* sums, const float2* stats, i
         const int slot = w * Tile::kRows + row;
         const float weight = exp2_fast(stats[slot].x - base);
         sum = fmaf(stats[slot].y, weight, sum);
-        add_scaled(v, sums + slot * Tile::kSumStride + dim, weight);
+        add_scaled(v, sums + slot * Sums<E, Tile>::kStride + dim, weight);
     }
     *stat = make_float2(top, sum);
     return v;
 }
 
 // True in the one block that comes last of `expected`; what the others wrote before is visible.
-__device__ inline bool arrive_last(int* arrivals, int expected, int* flag) {
+__device__ inline bool arrive_last(int* arrivals, int expected) {
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) {
-        *flag = atomicAdd(arrivals, 1) == expected - 1;
-        if (*flag) *arrivals = 0;
-    }
-    __syncthreads();
-    const bool last = *flag != 0;
-    __syncthreads();
-    __threadfence();
+    bool last = false;
+    if (threadIdx.x == 0)  // the last sets the counter back to zero
+        last = atomicInc(reinterpret_cast<unsigned*>(arrivals), expected - 1) + 1 == expected;
+    last = __syncthreads_or(last);
+    if (last) __threadfence();
     return last;
 }
 
-// The result of a row tile from the partials of its `active` splits.
-template <int E, typename Tile>
-__device__ inline void merge_splits(const float* sums, const float2* stats, int active,
-                                    const Place& place, const Output& output) {
-    float* weights = reinterpret_cast<float*>(shared_bytes());  // (rows, active), divided by l
-    const int rows = place.rows;
-    for (int row = threadIdx.x / kWarp; row < rows; row += kThreads / kWarp) {
+// What each split counts in each row, divided by the row's sum of weights: (rows, active).
+template <class Tile>
+__device__ inline void weigh_splits(float* weights, const float2* stats, int active, int rows) {
+    const int lane = threadIdx.x % kWarp;
+    for (int row = threadIdx.x / kWarp; row < rows; row += Tile::kThreads / kWarp) {
+        float2 stat[kMaxSplits / kWarp];
         float top = minus_infinity(), sum = 0.0f;
-        for (int s = threadIdx.x % kWarp; s < active; s += kWarp)
-            top = fmaxf(top, stats[s * Tile::kRows + row].x);
+#pragma unroll
+        for (int i = 0; i < kMaxSplits / kWarp; ++i) {
+            const int s = i * kWarp + lane;
+            stat[i] = s < active ? stats[s * Tile::kRows + row]
+                                 : make_float2(minus_infinity(), 0.0f);
+        }
+#pragma unroll
+        for (int i = 0; i < kMaxSplits / kWarp; ++i) top = fmaxf(top, stat[i].x);
         top = warp_max(top);
-        for (int s = threadIdx.x % kWarp; s < active; s += kWarp) {
-            const float2 stat = stats[s * Tile::kRows + row];
-            weights[row * active + s] = exp2_fast(stat.x - top);
-            sum = fmaf(stat.y, weights[row * active + s], sum);
+#pragma unroll
+        for (int i = 0; i < kMaxSplits / kWarp; ++i) {
+            stat[i].x = exp2_fast(stat[i].x - top);
+            sum = fmaf(stat[i].y, stat[i].x, sum);
         }
         sum = 1.0f / warp_sum(sum);
-        for (int s = threadIdx.x % kWarp; s < active; s += kWarp) weights[row * active + s] *= sum;
+#pragma unroll
+        for (int i = 0; i < kMaxSplits / kWarp; ++i)
+            if (i * kWarp + lane < active)
+                weights[row * active + i * kWarp + lane] = stat[i].x * sum;
     }
-    __syncthreads();
-    for (int base = 0; base < rows * (E / 4); base += kThreads) {
-        const int i = base + threadIdx.x;
-        const bool valid = i < rows * (E / 4);
+}
+
+// The result of a row tile from the partials of its `active` splits, added in their order. Few rows:
+// two threads have four values, each half of the splits. The first sums are asked for before the
+// weights, which need as long a way.
+template <int E, class Tile>
+__device__ inline void merge_splits(const float* sums, const float2* stats, int active,
+                                    const Place& place, const Output& output) {
+    constexpr int kBatch = 16;
+    float* weights = reinterpret_cast<float*>(shared_bytes());
+    const int units = place.rows * (E / 4), parts = 2 * units <= Tile::kThreads ? 2 : 1;
+    const int lanes = Tile::kThreads / parts, part = static_cast<int>(threadIdx.x) >= lanes;
+    const int begin = part * active / parts, end = (part + 1) * active / parts;
+    float4* halves = reinterpret_cast<float4*>(weights + ceil_div(place.rows * active, 4) * 4);
+    for (int base = 0; base < units; base += lanes) {
+        const int i = base + threadIdx.x - part * lanes;
+        const bool valid = i < units;
         const int row = valid ? i / (E / 4) : 0, dim = i % (E / 4) * 4;
         const float* from = sums + row * E + dim;
         float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 16
-        for (int s = 0; s < active; ++s, from += Tile::kRows * E)
-            add_scaled(v, from, weights[row * active + s]);
-        emit<E>(output, place, row, dim, v, valid);
+        for (int s = begin; s < end; s += kBatch) {
+            float4 x[kBatch];
+#pragma unroll
+            for (int j = 0; j < kBatch; ++j)
+                x[j] = *reinterpret_cast<const float4*>(
+                    from + static_cast<int64_t>(min(s + j, end - 1)) * Tile::kRows * E);
+            if (base == 0 && s == begin) {
+                weigh_splits<Tile>(weights, stats, active, place.rows);
+                __syncthreads();
+            }
+#pragma unroll
+            for (int j = 0; j < kBatch; ++j) {
+                const float weight = s + j < end ? weights[row * active + s + j] : 0.0f;
+                v = make_float4(fmaf(x[j].x, weight, v.x), fmaf(x[j].y, weight, v.y),
+                                fmaf(x[j].z, weight, v.z), fmaf(x[j].w, weight, v.w));
+            }
+        }
+        if (parts == 2) {
+            if (part == 1) halves[i] = v;
+            __syncthreads();
+            if (part == 0) add_scaled(v, reinterpret_cast<const float*>(halves + i), 1.0f);
+        }
+        emit<E>(output, place, row, dim, v, valid && part == 0);
     }
+}
+
+struct Scratch {
+    float* partials;
+    int* arrivals;
+};
+
+// From the warps' sums in shared memory to the result, or to this split's partials and, in the last
+// block of the row tile to arrive, from all of them to the result.
+template <int E, class Tile>
+__device__ inline void finish(const Rows<E>& rows, int slot, int active, const Place& place,
+                              const Output& output, const Scratch& scratch) {
+    __syncthreads();  // the stages are free
+    float* sums = reinterpret_cast<float*>(shared_bytes());
+    float2* stats = reinterpret_cast<float2*>(sums + Sums<E, Tile>::kStats);
+    store_rows(rows, sums + slot * Sums<E, Tile>::kStride, stats + slot, Sums<E, Tile>::kStride);
+    __syncthreads();
+
+    const int64_t tile_id = static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x;
+    const int64_t first_part = tile_id * gridDim.z;
+    const int64_t parts = static_cast<int64_t>(gridDim.y) * gridDim.x * gridDim.z;
+    float2* part_stats = reinterpret_cast<float2*>(scratch.partials + parts * Tile::kRows * E) +
+                         first_part * Tile::kRows;
+    float* part_sums = scratch.partials + first_part * Tile::kRows * E;
+    const int units = place.rows * (E / 4);
+    for (int base = 0; base < units; base += Tile::kThreads) {
+        const int i = base + threadIdx.x;
+        const bool valid = i < units;
+        const int row = valid ? i / (E / 4) : 0, dim = i % (E / 4) * 4;
+        float2 stat;
+        const float4 sum = combine_warps<E, Tile>(sums, stats, row, dim, &stat);
+        if (active == 1) {
+            emit<E>(output, place, row, dim, scaled(sum, 1.0f / stat.y), valid);
+        } else if (valid) {
+            const int at = blockIdx.z * Tile::kRows + row;
+            *reinterpret_cast<float4*>(part_sums + static_cast<int64_t>(at) * E + dim) = sum;
+            if (dim == 0) part_stats[at] = stat;
+        }
+    }
+    if (active > 1 && arrive_last(scratch.arrivals + tile_id, active))
+        merge_splits<E, Tile>(part_sums, part_stats, active, place, output);
 }
 
 // Keys and values of a tile into its stage: keys first, then values.
@@ -191,20 +298,19 @@ __device__ inline void stage(__half* to, const KV* k, const KV* v, int tile, con
     copy_async_commit();
 }
 
-template <typename KV, int E, int WARPS_M, int WARPS_K>
+template <typename KV, int E>
 __global__ void __launch_bounds__(kThreads, E == 64 ? 3 : 2)
     attention(const float* q, const KV* k, const KV* v, const int* position_at, float* out,
               int8_t* qs, GroupScale* ds, float* partials, int* arrivals, AttentionShape shape) {
-    using Tile = Tiling<E, WARPS_M, WARPS_K>;
-    pdl_trigger();
-    const int warp = threadIdx.x / kWarp, warp_m = warp / WARPS_K, warp_k = warp % WARPS_K;
+    using Tile = Prefill<E>;
+    const int first = threadIdx.x / kWarp * 16;
     const Place place = find_place<Tile::kRows>(shape);
-    Queries<E> queries;
-    locate_queries(queries, place, warp_m * 16);
     pdl_wait();
+    pdl_trigger();  // not before: a decode step's early reads count on it
     const int position = *position_at;
-    load_queries(queries, q);
-    const Work work = find_work(shape, place, position);
+    Queries<E> queries;
+    load_queries(queries, q, place, first);
+    const Work work = find_work<kKeys>(shape, place, position);
     if (work.begin >= work.end) return;
 
     const int64_t stride = static_cast<int64_t>(shape.kv_heads) * E;
@@ -216,8 +322,11 @@ __global__ void __launch_bounds__(kThreads, E == 64 ? 3 : 2)
     for (int i = 0; i < Tile::kStages - 1; ++i)
         stage<KV, E>(stages + i * kStage, k, v, work.begin + i, work, stride);
 
+    uint32_t packed[E / 16][4];
+    pack_queries<E>(packed, queries);
     Rows<E> rows;
-    start_rows(rows, queries, position);
+    rows.halves = 2;
+    start_rows(rows, place, first, position);
     for (int tile = work.begin; tile < work.end; ++tile) {
         copy_async_wait<Tile::kStages - 2>();
         __syncthreads();  // this tile is there, and the stage to fill next has been read by all
@@ -225,45 +334,100 @@ __global__ void __launch_bounds__(kThreads, E == 64 ? 3 : 2)
         __half* free_stage = stages + (done + ahead) % Tile::kStages * kStage;
         stage<KV, E>(free_stage, k, v, tile + ahead, work, stride);
         const __half* keys = stages + done % Tile::kStages * kStage;
-        float s[Tile::kWarpKeys / 8][4];
-        scores<E, Tile::kWarpKeys>(s, rows, keys, warp_k * Tile::kWarpKeys);
-        if (tile * kKeys + kKeys - 1 > work.first_query)
-            mask<E, Tile::kWarpKeys>(s, rows, tile * kKeys + warp_k * Tile::kWarpKeys);
-        weigh<E, Tile::kWarpKeys>(s, rows);
-        add_values<E, Tile::kWarpKeys>(rows, s, keys + kKeys * E, warp_k * Tile::kWarpKeys);
+        float s[kKeys / 8][4];
+        scores<E, kKeys>(s, packed, keys);
+        if (tile * kKeys + kKeys - 1 > work.first_query) mask<E, kKeys>(s, rows, tile * kKeys);
+        weigh<E, kKeys>(s, rows);
+        add_values<E, kKeys>(rows, s, keys + kKeys * E);
     }
-    __syncthreads();  // the stages are free
+    finish<E, Tile>(rows, first, work.active, place, Output{out, qs, ds},
+                    Scratch{partials, arrivals});
+}
 
-    float* sums = reinterpret_cast<float*>(shared_bytes());
-    float2* stats = reinterpret_cast<float2*>(sums + WARPS_K * Tile::kRows * Tile::kSumStride);
-    const int slot = warp_k * Tile::kRows + warp_m * 16;
-    store_rows(rows, sums + slot * Tile::kSumStride, stats + slot, Tile::kSumStride);
+// A warp's ring of tiles: its n-th tile is n * WARPS behind its first and lies in slot n % kDepth.
+template <typename KV, int E, int WARPS>
+struct Ring {
+    using Tile = Decode<E, WARPS>;
+    const KV *k, *v;  // of the kv head
+    int64_t stride;
+    __half* slots;
+
+    __device__ int tile(const Work& work, int n) const {
+        return work.begin + threadIdx.x / kWarp + n * WARPS;
+    }
+    __device__ __half* slot(int n) const { return slots + n % Tile::kDepth * Tile::kTile; }
+    __device__ void add(const Work& work, int n) const {
+        if (tile(work, n) < work.end)
+            stage_own<KV, E>(slot(n), k, v, tile(work, n), work.length, stride);
+    }
+};
+
+// From L2: before and after the wait the value may differ.
+__device__ inline int read_position(const int* at) { return *static_cast<const volatile int*>(at); }
+
+template <typename KV, int E, int WARPS>
+__global__ void __launch_bounds__(WARPS * kWarp, Decode<E, WARPS>::kBlocks)
+    attention_decode(const float* q, const KV* k, const KV* v, const int* position_at, float* out,
+                     int8_t* qs, GroupScale* ds, float* partials, int* arrivals,
+                     AttentionShape shape) {
+    using Tile = Decode<E, WARPS>;
+    // A float32 cache is read through L1, which may hold lines of before the wait.
+    constexpr bool kEarly = sizeof(KV) == 2;
+    const int warp = threadIdx.x / kWarp;
+    const Place place = find_place<Tile::kRows>(shape);
+    __half* shared = reinterpret_cast<__half*>(shared_bytes());
+    const Ring<KV, E, WARPS> ring = {k + blockIdx.x * E, v + blockIdx.x * E,
+                                     static_cast<int64_t>(shape.kv_heads) * E,
+                                     shared + warp * Tile::kDepth * Tile::kTile};
+    int position = min(max(read_position(position_at), 0), shape.context - shape.tokens);
+    Work work = find_work<kWarpKeys>(shape, place, position);
+#pragma unroll 1
+    for (int n = 0; n < Tile::kDepth; ++n) {
+        if (kEarly) ring.add(work, n);
+        copy_async_commit();
+    }
+    const SharedQueries<E, Tile::kThreads> queries(place);
+    pdl_wait();
+    pdl_trigger();
+    const int known = read_position(position_at);
+    // Tiles that reach past `from` have keys of before the wait: again, all where the guess was wrong.
+    for (int from = kEarly ? position : 0;; from = 0) {
+#pragma unroll 1
+        for (int n = 0; n < Tile::kDepth; ++n) {
+            if ((ring.tile(work, n) + 1) * kWarpKeys <= from) continue;
+            copy_async_wait<0>();
+            ring.add(work, n);
+        }
+        copy_async_commit();
+        if (from == 0) copy_async_wait<0>();
+        queries.stage(shared + Tile::kQueries, q);
+        if (known == position) break;
+        position = known;
+        work = find_work<kWarpKeys>(shape, place, position);
+    }
+    if (work.begin >= work.end) return;
     __syncthreads();
 
-    const Output output = {out, qs, ds};
-    const int64_t tile_id = static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x;
-    const int64_t first_part = tile_id * gridDim.z;
-    const int64_t parts = static_cast<int64_t>(gridDim.y) * gridDim.x * gridDim.z;
-    float2* part_stats =
-        reinterpret_cast<float2*>(partials + parts * Tile::kRows * E) + first_part * Tile::kRows;
-    float* part_sums = partials + first_part * Tile::kRows * E;
-    const int units = place.rows * (E / 4);
-    for (int base = 0; base < units; base += kThreads) {
-        const int i = base + threadIdx.x;
-        const bool valid = i < units;
-        const int row = valid ? i / (E / 4) : 0, dim = i % (E / 4) * 4;
-        float2 stat;
-        const float4 sum = combine_warps<E, Tile>(sums, stats, row, dim, &stat);
-        if (work.active == 1) {
-            emit<E>(output, place, row, dim, scaled(sum, 1.0f / stat.y), valid);
-        } else if (valid) {
-            const int at = blockIdx.z * Tile::kRows + row;
-            *reinterpret_cast<float4*>(part_sums + static_cast<int64_t>(at) * E + dim) = sum;
-            if (dim == 0) part_stats[at] = stat;
-        }
+    Rows<E> rows;
+    rows.halves = place.rows > 8 ? 2 : 1;
+    start_rows(rows, place, 0, position);
+    for (int tile = work.begin + warp, n = 0; tile < work.end; tile += WARPS, ++n) {
+        const bool newest = (tile + 1) * kWarpKeys > position;
+        if (newest)
+            copy_async_wait<0>();
+        else  // all but the groups of the kDepth - 1 next tiles
+            copy_async_wait<Tile::kDepth - 1>();
+        __syncwarp();
+        const __half* keys = ring.slot(n);
+        float s[2][4];
+        scores_own<E>(s, shared + Tile::kQueries, keys);
+        if (newest) mask<E, kWarpKeys>(s, rows, tile * kWarpKeys);
+        weigh<E, kWarpKeys>(s, rows);
+        add_values<E, kWarpKeys>(rows, s, keys + kWarpKeys * E);
+        __syncwarp();  // the slot has been read by all
+        ring.add(work, n + Tile::kDepth);
+        copy_async_commit();
     }
-    if (work.active == 1) return;
-    int* flag = reinterpret_cast<int*>(shared_bytes());
-    if (!arrive_last(arrivals + tile_id, work.active, flag)) return;
-    merge_splits<E, Tile>(part_sums, part_stats, work.active, place, output);
+    finish<E, Tile>(rows, warp * Tile::kRows, work.active, place, Output{out, qs, ds},
+                    Scratch{partials, arrivals});
 }

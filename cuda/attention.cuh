@@ -4,8 +4,9 @@
 
 #include "common.cuh"
 
-constexpr int kThreads = 128;
-constexpr int kKeys = 64;  // keys of a tile
+constexpr int kThreads = 128;  // of a block of the prefill
+constexpr int kKeys = 64;      // keys of a tile of the prefill
+constexpr int kWarpKeys = 16;  // keys of a tile of the decode: a warp's own
 constexpr float kLog2e = 1.4426950408889634f;
 
 __device__ inline float minus_infinity() { return __uint_as_float(0xff800000u); }
@@ -57,6 +58,25 @@ __device__ inline void stage_tile(__half* tile, const KV* head, int first, int l
         copy_chunk(to + step * E, from + step * stride, first + row + step < length);
 }
 
+// A warp's own tile: its keys, then its values; those at or past `length` become zeros. A lane copies
+// the same chunks of a slot each time.
+template <typename KV, int E>
+__device__ inline void stage_own(__half* slot, const KV* k, const KV* v, int tile, int length,
+                                 int64_t stride) {
+    constexpr int kChunks = E / 8, kStep = kWarp / kChunks;
+    const int lane = threadIdx.x % kWarp, chunk = lane % kChunks;
+    const int first = tile * kWarpKeys + lane / kChunks;
+    const int64_t offset = first * stride + chunk * 8;
+    k += offset;
+    v += offset;
+#pragma unroll
+    for (int row = 0; row < kWarpKeys; row += kStep) {
+        __half* at = slot + tile_offset<E>(row + lane / kChunks, chunk);
+        copy_chunk(at, k + row * stride, first + row < length);
+        copy_chunk(at + kWarpKeys * E, v + row * stride, first + row < length);
+    }
+}
+
 // The rows of a tile: (token, head of the group) pairs of one kv head.
 struct Place {
     int first_row, rows;       // of all T*R; `rows` of the tile exist
@@ -75,70 +95,104 @@ struct Place {
 // ---- one warp: 16 rows against its keys of a tile -----------------------------------------------
 template <int E>
 struct Rows {
-    uint32_t q[E / 16][4];  // A fragments
-    float o[E / 8][4];      // sums of weights * v: d fragments
-    float top[2], sum[2];   // of rows lane/4 and lane/4 + 8; `sum` is this lane's share
-    int query[2];           // their positions
-};
-
-// The lane's part of its two rows as they lie in memory: loaded before the key tiles, which must
-// wait for the position, and packed while those are under way.
-template <int E>
-struct Queries {
-    bool valid[2];  // rows that the tile has; the others count as zeros
-    int token[2];
-    int64_t index[2];
-    float2 x[2][E / 8];
+    float o[E / 8][4];     // sums of weights * v: d fragments
+    float top[2], sum[2];  // of rows lane/4 and lane/4 + 8; `sum` is this lane's share
+    int query[2];          // their positions
+    int halves;            // 1: rows 8-15 do not exist
 };
 
 template <int E>
-__device__ inline void locate_queries(Queries<E>& queries, const Place& place, int first) {
+__device__ inline void start_rows(Rows<E>& rows, const Place& place, int first, int position) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const int row = first + threadIdx.x % kWarp / 4 + 8 * half;
-        queries.valid[half] = row < place.rows;
-        queries.token[half] = place.token(row);
-        queries.index[half] = queries.valid[half] ? place.index(row) : 0;
-    }
-}
-
-template <int E>
-__device__ inline void load_queries(Queries<E>& queries, const float* q) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const float* from = q + queries.index[half] * E + threadIdx.x % 4 * 2;
-#pragma unroll
-        for (int step = 0; step < E / 8; ++step)
-            queries.x[half][step] = *reinterpret_cast<const float2*>(from + step * 8);
-    }
-}
-
-template <int E>
-__device__ inline void start_rows(Rows<E>& rows, const Queries<E>& queries, int position) {
-    const float scale = kLog2e * (E == 64 ? 0.125f : 0.08838834764831845f);  // 1/sqrt(E)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        rows.query[half] = position + queries.token[half];
+        rows.query[half] = position + place.token(first + threadIdx.x % kWarp / 4 + 8 * half);
         rows.top[half] = minus_infinity();
         rows.sum[half] = 0.0f;
-#pragma unroll
-        for (int step = 0; step < E / 8; ++step) {
-            const float2 x = queries.x[half][step];
-            rows.q[step / 2][half + step % 2 * 2] =
-                queries.valid[half] ? pack_half2(x.x * scale, x.y * scale) : 0u;
-        }
     }
 #pragma unroll
     for (int n = 0; n < E / 8; ++n)
         rows.o[n][0] = rows.o[n][1] = rows.o[n][2] = rows.o[n][3] = 0.0f;
 }
 
-// s = q k^T over KEYS keys from row `first` of the tile.
+template <int E>
+__device__ inline float query_scale() {
+    return kLog2e * (E == 64 ? 0.125f : 0.08838834764831845f);  // log2(e)/sqrt(E)
+}
+
+// The lane's part of its two rows as they lie in memory: loaded before the key tiles, which must
+// wait for the position, and packed while those are under way.
+template <int E>
+struct Queries {
+    bool valid[2];  // rows that the tile has; the others count as zeros
+    float2 x[2][E / 8];
+};
+
+template <int E>
+__device__ inline void load_queries(Queries<E>& queries, const float* q, const Place& place,
+                                    int first) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int row = first + threadIdx.x % kWarp / 4 + 8 * half;
+        queries.valid[half] = row < place.rows;
+        const float* from = q + (queries.valid[half] ? place.index(row) : 0) * E;
+#pragma unroll
+        for (int step = 0; step < E / 8; ++step)
+            queries.x[half][step] =
+                *reinterpret_cast<const float2*>(from + threadIdx.x % 4 * 2 + step * 8);
+    }
+}
+
+// The A fragments of 16 rows.
+template <int E>
+__device__ inline void pack_queries(uint32_t packed[E / 16][4], const Queries<E>& queries) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int step = 0; step < E / 8; ++step) {
+            const float2 x = queries.x[half][step];
+            packed[step / 2][half + step % 2 * 2] =
+                queries.valid[half] ? pack_half2(x.x * query_scale<E>(), x.y * query_scale<E>())
+                                    : 0u;
+        }
+    }
+}
+
+// The 16 rows that a block shares, to shared memory as rows of a key tile lie. What needs no data is
+// done at construction, before the wait.
+template <int E, int THREADS>
+struct SharedQueries {
+    static constexpr int kEach = 16 * (E / 4) / THREADS;
+    int64_t from[kEach];  // of four values, below zero: the row does not exist
+
+    __device__ explicit SharedQueries(const Place& place) {
+#pragma unroll
+        for (int n = 0; n < kEach; ++n) {
+            const int i = threadIdx.x + n * THREADS, row = i / (E / 4);
+            from[n] = row < place.rows ? place.index(row) * E + i % (E / 4) * 4 : -1;
+        }
+    }
+    __device__ void stage(__half* to, const float* q) const {
+        float4 x[kEach];
+#pragma unroll
+        for (int n = 0; n < kEach; ++n)
+            x[n] = from[n] < 0 ? make_float4(0.0f, 0.0f, 0.0f, 0.0f)
+                               : *reinterpret_cast<const float4*>(q + from[n]);
+        const float scale = query_scale<E>();
+#pragma unroll
+        for (int n = 0; n < kEach; ++n) {
+            const int i = threadIdx.x + n * THREADS, row = i / (E / 4), dim = i % (E / 4) * 4;
+            *reinterpret_cast<uint2*>(to + tile_offset<E>(row, dim / 8) + dim % 8) = make_uint2(
+                pack_half2(x[n].x * scale, x[n].y * scale), pack_half2(x[n].z * scale, x[n].w * scale));
+        }
+    }
+};
+
+// s = q k^T over the KEYS keys of a tile, with the A fragments of q.
 template <int E, int KEYS>
-__device__ inline void scores(float s[KEYS / 8][4], const Rows<E>& rows, const __half* tile,
-                              int first) {
+__device__ inline void scores(float s[KEYS / 8][4], const uint32_t q[E / 16][4],
+                              const __half* tile) {
     const int lane = threadIdx.x % kWarp;
-    const int row = first + lane / 16 * 8 + lane % 8;  // two matrices of keys 0-7, two of 8-15
+    const int row = lane / 16 * 8 + lane % 8;  // two matrices of keys 0-7, two of 8-15
 #pragma unroll
     for (int n = 0; n < KEYS / 8; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
 #pragma unroll
@@ -147,10 +201,35 @@ __device__ inline void scores(float s[KEYS / 8][4], const Rows<E>& rows, const _
         for (int n = 0; n < KEYS / 8; n += 2) {
             uint32_t k[4];
             load_matrices<false>(k, tile + tile_offset<E>(row + n * 8, step * 2 + lane / 8 % 2));
-            mma_f16(s[n], rows.q[step], k);
-            mma_f16(s[n + 1], rows.q[step], k + 2);
+            mma_f16(s[n], q[step], k);
+            mma_f16(s[n + 1], q[step], k + 2);
         }
     }
+}
+
+// The same over a warp's own 16 keys, with q from shared memory: even and odd steps are summed apart,
+// which halves the chain of products that wait for one another.
+template <int E>
+__device__ inline void scores_own(float s[2][4], const __half* q, const __half* tile) {
+    const int lane = threadIdx.x % kWarp;
+    float odd[2][4];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+        s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
+        odd[n][0] = odd[n][1] = odd[n][2] = odd[n][3] = 0.0f;
+    }
+#pragma unroll
+    for (int step = 0; step < E / 16; ++step) {
+        uint32_t a[4], k[4];
+        load_matrices<false>(a, q + tile_offset<E>(lane % 16, step * 2 + lane / 16));
+        load_matrices<false>(
+            k, tile + tile_offset<E>(lane / 16 * 8 + lane % 8, step * 2 + lane / 8 % 2));
+        float(*sum)[4] = step % 2 ? odd : s;
+        mma_f16(sum[0], a, k);
+        mma_f16(sum[1], a, k + 2);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) s[i / 4][i % 4] += odd[i / 4][i % 4];
 }
 
 // Hide the keys behind each row's query; `key` is the position of the first.
@@ -170,6 +249,7 @@ template <int E, int KEYS>
 __device__ inline void weigh(float s[KEYS / 8][4], Rows<E>& rows) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+        if (half >= rows.halves) break;  // their weights are any numbers, and nobody reads the sums
         float top = rows.top[half];
 #pragma unroll
         for (int n = 0; n < KEYS / 8; ++n)
@@ -197,10 +277,9 @@ __device__ inline void weigh(float s[KEYS / 8][4], Rows<E>& rows) {
 
 // o += weights * v. The weights' d fragments are the A fragments of the product as they lie.
 template <int E, int KEYS>
-__device__ inline void add_values(Rows<E>& rows, const float s[KEYS / 8][4], const __half* tile,
-                                  int first) {
+__device__ inline void add_values(Rows<E>& rows, const float s[KEYS / 8][4], const __half* tile) {
     const int lane = threadIdx.x % kWarp;
-    const int row = first + lane / 8 % 2 * 8 + lane % 8;  // keys 0-7, 8-15 of dims 0-7, then 8-15
+    const int row = lane / 8 % 2 * 8 + lane % 8;  // keys 0-7, 8-15 of dims 0-7, then 8-15
 #pragma unroll
     for (int n = 0; n < KEYS / 8; n += 2) {
         const float *low = s[n], *high = s[n + 1];  // keys 0-7 and 8-15
@@ -222,6 +301,7 @@ __device__ inline void store_rows(const Rows<E>& rows, float* sums, float2* stat
     const int lane = threadIdx.x % kWarp;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+        if (half >= rows.halves) break;
         const int row = lane / 4 + 8 * half;
         float sum = rows.sum[half];
         sum += __shfl_xor_sync(kFull, sum, 1);

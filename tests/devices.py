@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from kernel_resources import ALL_TYPES, instances, stems
@@ -14,14 +15,15 @@ from minfer_cuda.kernels import Device, matmul
 from minfer_cuda.quants import by_name
 
 
-def simt_device() -> SimtDevice:
-    """One with checks. Skips where there is no C++ compiler; with CI=true that is a failure."""
+def simt_device(**options: Any) -> SimtDevice:
+    """One with checks, or with other options of SimtDevice. Skips where there is no C++ compiler;
+    with CI=true that is a failure."""
     if build.compiler() is None:
         missing = "no C++ compiler: g++ or clang++ runs the kernels on the CPU"
         if os.environ.get("CI") == "true":
             pytest.fail(missing)
         pytest.skip(missing)
-    return SimtDevice()
+    return SimtDevice(**options)
 
 
 @pytest.fixture(scope="session", params=["simt", pytest.param("cuda", marks=pytest.mark.gpu)])

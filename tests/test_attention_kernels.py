@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+from devices import simt_device
 
 from minfer_cuda.errors import KernelError
 from minfer_cuda.kernels import Device
 from minfer_cuda.kernels.attention import MAX_SPLITS, Plan, attention, instances, plan, scratch
+from minfer_cuda.kernels.compiler import expand_source
 
 SMS = 6  # of the card that the tests' plans are for: few, so that calls are split little
 
@@ -35,10 +37,13 @@ class Case:
         k, v = rng.standard_normal((2, past + tokens, kv_heads, head_dim)).astype(kv)
         return cls(q, k, v, past)
 
-    def plan(self, splits: int = 1, min_tiles: int = 4) -> Plan:
+    def plan(self, splits: int = 1, min_keys: int = 0) -> Plan:
+        """`min_keys`: in splits of so many keys, however few there are."""
         tokens, heads, head_dim = self.q.shape
         how = plan(tokens, heads, self.k.shape[1], head_dim, 1024, SMS)
-        return replace(how, splits=splits, min_tiles=min_tiles)
+        if not min_keys:
+            return replace(how, splits=splits)
+        return replace(how, splits=splits, alone_keys=0, min_keys=min_keys)
 
     def cache(self, x: np.ndarray) -> np.ndarray:
         full = np.full((len(x) + 70, *x.shape[1:]), np.nan, x.dtype)
@@ -141,7 +146,7 @@ def test_splits_agree_with_one_and_repeat_their_bits(
 ) -> None:
     # 17 tokens from 246 on cross 256: the last run of keys is hidden from the first of them
     case = Case.random(tokens, 7, 1, head_dim, past=246 if tokens > 1 else 299)
-    first, second = case.run(device, case.plan(splits, min_tiles=1), repeats=2)
+    first, second = case.run(device, case.plan(splits, min_keys=16), repeats=2)
     np.testing.assert_array_equal(first, second)
     case.check(first)
     one = case.run(device)
@@ -151,13 +156,13 @@ def test_splits_agree_with_one_and_repeat_their_bits(
 
 
 def test_a_short_context_leaves_the_partials_alone(device: Device) -> None:
-    case = Case.random(1, 7, 1, 64, past=255)  # 4 tiles: one split's least
+    case = Case.random(1, 7, 1, 64, past=300)
     how = case.plan(splits=3)
     np.testing.assert_array_equal(case.run(device, how), case.run(device))
 
 
 def test_one_plan_serves_every_position(device: Device) -> None:
-    how = Case.random(1, 7, 1, 64, past=0).plan(splits=4, min_tiles=1)
+    how = Case.random(1, 7, 1, 64, past=0).plan(splits=4, min_keys=32)
     for past in (0, 63, 64, 130, 255, 256):
         case = Case.random(1, 7, 1, 64, past)
         case.check(case.run(device, how))
@@ -206,37 +211,55 @@ def test_q8_output_is_the_float_output_quantised(
     x = np.zeros((tokens, padded), np.float32)
     x[:, :width] = device.download(out)
     amax = np.abs(x.reshape(tokens, -1, 32)).max(axis=-1, keepdims=True)
-    ratio = np.divide(
-        x.reshape(tokens, -1, 32),
-        amax,
-        where=amax > 0,
-        out=np.zeros((*amax.shape[:2], 32), np.float32),
-    )
-    want = np.rint(ratio * np.float32(127)).astype(np.int8)
+    inverse = np.divide(np.float32(127), amax, where=amax > 0, out=np.zeros(amax.shape, np.float32))
+    want = np.rint(x.reshape(tokens, -1, 32) * inverse).astype(np.int8)
     # layout 1: value k of 128 at t*32 + b*8 + h*4 + e
     layout = device.download(qs).reshape(tokens, -1, 4, 4, 2, 4)  # group, t, b, h, e
     got = layout.transpose(0, 1, 3, 4, 2, 5).reshape(tokens, -1, 32)  # group, b, h, t, e
     np.testing.assert_array_equal(got, want)
     scales = device.download(ds)
     np.testing.assert_array_equal(
-        scales.view(np.float32).reshape(tokens, -1, 2)[..., 0], amax[..., 0] / np.float32(127)
+        scales.view(np.float32).reshape(tokens, -1, 2)[..., 0], amax[..., 0] * np.float32(1 / 127)
     )
     sums = scales.view(np.int16).reshape(tokens, -1, 4)[..., 2:]
     np.testing.assert_array_equal(sums, want.reshape(tokens, -1, 2, 16).sum(axis=-1))
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_card_with_64_kb_of_shared_memory_takes_fewer_warps(head_dim: int) -> None:
+    device = simt_device(shared_limit=65536)
+    case = Case.random(1, 7, 1, head_dim, past=299)
+    case.check(case.run(device))
+    case.check(case.run(device, case.plan(splits=3, min_keys=16)))
+
+
+@pytest.mark.parametrize("moved", [-300, -30, -1, 1, 30, 300])
+def test_a_position_that_moves_before_the_wait_is_taken_as_it_is_after(moved: int) -> None:
+    guess = "max(read_position(position_at)"
+
+    def source(stem: str) -> str:
+        text = expand_source(stem)
+        assert guess in text
+        return text.replace(guess, f"{guess} + ({moved})")
+
+    device, early = simt_device(), simt_device(source=source)
+    case = Case.random(1, 7, 1, 64, past=299)
+    for how in (case.plan(), case.plan(splits=4, min_keys=48)):
+        np.testing.assert_array_equal(case.run(early, how), case.run(device, how))
+
+
 def test_plans_fill_the_card_and_never_more_than_the_context() -> None:
-    assert plan(1, 14, 2, 64, 16384, 132) == Plan(2, 64, 1, 16, 64)
-    assert plan(1, 28, 4, 128, 16384, 132) == Plan(4, 128, 1, 16, 64)
-    assert plan(1, 28, 4, 128, 32768, 132).splits == 66
-    assert plan(1, 14, 2, 64, 256, 132).splits == 1
+    assert plan(1, 14, 2, 64, 16384, 132) == Plan(2, 64, 1, 16, 66, 512, 128)
+    assert plan(1, 28, 4, 128, 16384, 132) == Plan(4, 128, 1, 16, 33, 512, 128)
+    assert plan(1, 28, 4, 128, 1024, 132).splits == 8
+    assert plan(1, 14, 2, 64, 512, 132).splits == 1
     assert plan(1, 2, 1, 64, 2**20, 132).splits == MAX_SPLITS
-    assert plan(2048, 28, 4, 128, 16384, 132) == Plan(4, 128, 224, 64, 1)
-    assert plan(1, 14, 2, 64, 256, 132).partials == 0
-    assert plan(1, 14, 2, 64, 512, 132).partials == 2 * 2 * 16 * 66
-    assert all(
-        p.shared_bytes <= 65536 for p in (Plan(1, e, 1, r, 1) for e in (64, 128) for r in (16, 64))
-    )
+    assert plan(2048, 28, 4, 128, 16384, 132) == Plan(4, 128, 224, 64, 1, 256, 256)
+    assert plan(1, 14, 2, 64, 512, 132).partials == 0
+    assert plan(1, 14, 2, 64, 1024, 132).partials == 2 * 8 * 16 * 66
+    for head_dim in (64, 128):
+        assert plan(1, 14, 2, head_dim, 1024, 132).shared_bytes(4) <= 65536
+        assert plan(512, 14, 2, head_dim, 1024, 132).shared_bytes(4) <= 65536
 
 
 def test_scratch_suffices_for_every_number_of_tokens() -> None:
@@ -249,8 +272,8 @@ def test_scratch_suffices_for_every_number_of_tokens() -> None:
 
 def test_instances_are_named_once_each() -> None:
     names = instances([])
-    assert len(names) == len(set(names)) == 8
-    assert "attention<__half, 64, 1, 4>" in names
+    assert len(names) == len(set(names)) == 10
+    assert "attention_decode<__half, 64, 8>" in names
 
 
 def test_wrong_arguments_are_named_with_what_was_expected(device: Device) -> None:

@@ -15,17 +15,21 @@ from minfer_cuda.kernels.rope import CACHE_TYPES
 
 HEAD_DIMS = (64, 128)
 MAX_SPLITS = 128  # kMaxSplits of the kernel
-_KEYS = 64  # of a tile
-_BLOCK = 128
-_BLOCKS_PER_SM = 2  # what a split call aims at; one block alone does not cover the memory's latency
-_DECODE_ROWS = 32  # rows of a kv head up to which tiles of 16 are taken
+PREFILL_ROWS, DECODE_ROWS = 64, 16  # of a row tile
+_DECODE_MOST = 32  # rows of a kv head up to which tiles of 16 are taken
+_PREFILL_BLOCKS = 2  # an SM, aimed at; a block streams tiles of 64 keys through two stages
+_PREFILL_KEYS = 256  # that a split takes at least
+_DECODE_BLOCKS = 1  # an SM: beside it a block of the product before or after fits
+_DECODE_KEYS = 128  # that a split takes at least: a tile of 16 for each of 8 warps
+_ALONE_KEYS = 512  # up to so many, four rounds of 8 warps cost less than adding up partials
 
 
 class _Shape(ctypes.Structure):
     """AttentionShape of cuda/attention.cu."""
 
     _fields_ = [
-        (name, ctypes.c_int32) for name in ("tokens", "heads", "kv_heads", "context", "min_tiles")
+        (name, ctypes.c_int32)
+        for name in ("tokens", "heads", "kv_heads", "context", "alone_keys", "min_keys")
     ]
 
 
@@ -36,19 +40,21 @@ class Plan:
     kv_heads: int
     head_dim: int
     row_tiles: int
-    rows: int  # of a tile: 16, its keys spread over four warps, or 64, 16 a warp
-    splits: int  # most runs of key tiles; how many have work follows from the position
-    min_tiles: int = 4  # tiles of 64 keys that a split takes at least
+    rows: int  # of a tile: 16 (attention_decode) or 64 (attention)
+    splits: int  # most runs of keys; how many have work follows from the position
+    alone_keys: int  # up to so many keys one split takes all
+    min_keys: int  # else each takes at least so many
 
     @property
     def grid(self) -> tuple[int, int, int]:
         return (self.kv_heads, self.row_tiles, self.splits)
 
-    @property
-    def shared_bytes(self) -> int:
-        """Stages of 64 keys and values in float16: Tiling::kSharedBytes."""
-        stages = 4 if self.rows == 16 and self.head_dim == 64 else 2
-        return stages * 2 * _KEYS * self.head_dim * 2
+    def shared_bytes(self, warps: int) -> int:
+        """Keys and values under way in float16, and 16 rows of q: kSharedBytes of the kernel."""
+        if self.rows == PREFILL_ROWS:
+            return 2 * 2 * 64 * self.head_dim * 2
+        depth = 2 if warps == 8 or self.head_dim == 64 else 1
+        return (warps * depth * 2 * 16 + DECODE_ROWS) * self.head_dim * 2
 
     @property
     def partials(self) -> int:
@@ -67,19 +73,19 @@ def plan(
 ) -> Plan:
     """The cut for T tokens on a card: keys are split where row tiles alone do not fill the SMs.
 
-    T=1 on 132 SMs, S 16,384: 0.5B (H 14, G 2, E 64) 1 row tile of 16, 64 splits; 7B (28, 4, 128)
-    1 of 16, 64. T=2,048: 7B 224 of 64, 1.
+    T=1 on 132 SMs, S 16,384: 0.5B (H 14, G 2, E 64) 1 row tile of 16, 66 splits; 7B (28, 4, 128)
+    1 of 16, 33. T=2,048: 7B 224 of 64, 1.
     """
     rows_in_all = tokens * (heads // kv_heads)
-    rows = 16 if rows_in_all <= _DECODE_ROWS else 64
+    decode = rows_in_all <= _DECODE_MOST
+    rows = DECODE_ROWS if decode else PREFILL_ROWS
+    alone = _ALONE_KEYS if decode else _PREFILL_KEYS
+    least = _DECODE_KEYS if decode else _PREFILL_KEYS
+    blocks = sm_count * (_DECODE_BLOCKS if decode else _PREFILL_BLOCKS)
     row_tiles = -(-rows_in_all // rows)
-    key_tiles = -(-context // _KEYS)
-    splits = min(
-        _BLOCKS_PER_SM * sm_count // (row_tiles * kv_heads),
-        -(-key_tiles // Plan.min_tiles),
-        MAX_SPLITS,
-    )
-    return Plan(kv_heads, head_dim, row_tiles, rows, max(1, splits))
+    splits = min(blocks // (row_tiles * kv_heads), -(-context // least), MAX_SPLITS)
+    splits = max(1, splits) if context > alone else 1
+    return Plan(kv_heads, head_dim, row_tiles, rows, splits, alone, least)
 
 
 def scratch(
@@ -93,17 +99,21 @@ def scratch(
 
 def instances(types: Sequence[str] = ()) -> list[str]:
     """Every instance of cuda/attention.cu; weight types make no difference."""
-    return [
-        _name(kv, head_dim, rows)
+    prefill = [f"attention<{kv}, {e}>" for kv in CACHE_TYPES.values() for e in HEAD_DIMS]
+    decode = [
+        f"attention_decode<{kv}, {e}, {warps}>"
         for kv in CACHE_TYPES.values()
-        for head_dim in HEAD_DIMS
-        for rows in (16, 64)
+        for e in HEAD_DIMS
+        for warps in ((4, 8) if kv == "__half" else (4,))
     ]
+    return prefill + decode
 
 
-def _name(kv: str, head_dim: int, rows: int) -> str:
-    warps = "1, 4" if rows == 16 else "4, 1"
-    return f"attention<{kv}, {head_dim}, {warps}>"
+def _warps(device: Device, how: Plan, kv: str) -> int:
+    """8 where a decode's keys can be on their way before the wait and there is room for them."""
+    if how.rows == PREFILL_ROWS or kv != "__half" or how.shared_bytes(8) > device.shared_limit:
+        return 4
+    return 8
 
 
 def attention(
@@ -142,10 +152,14 @@ def attention(
         expect_room("attention", "partials", partials, how.partials, np.float32)
         expect_room("attention", "arrivals", arrivals, how.arrivals, np.int32)
     kv = CACHE_TYPES[np.dtype(k_cache.dtype).name]
-    kernel = device.kernel("attention", _name(kv, head_dim, how.rows))
-    shape = _Shape(tokens, heads, kv_heads, context, how.min_tiles)
+    warps = _warps(device, how, kv)
+    name = f"attention<{kv}, {head_dim}>"
+    if how.rows == DECODE_ROWS:
+        name = f"attention_decode<{kv}, {head_dim}, {warps}>"
+    kernel = device.kernel("attention", name)
+    shape = _Shape(tokens, heads, kv_heads, context, how.alone_keys, how.min_keys)
     arguments = (q, k_cache, v_cache, position, out, qs, ds, partials, arrivals, shape)
-    kernel(how.grid, _BLOCK, *arguments, shared=how.shared_bytes)
+    kernel(how.grid, 32 * warps, *arguments, shared=how.shared_bytes(warps))
 
 
 def _check_plan(how: Plan, tokens: int, heads: int, kv_heads: int, head_dim: int) -> None:
@@ -155,9 +169,9 @@ def _check_plan(how: Plan, tokens: int, heads: int, kv_heads: int, head_dim: int
             f"expected head dim {HEAD_DIMS} and whole groups"
         )
     rows = tokens * (heads // kv_heads)
-    fits = how.rows in (16, 64) and how.row_tiles == -(-rows // how.rows)
+    fits = how.rows in (DECODE_ROWS, PREFILL_ROWS) and how.row_tiles == -(-rows // how.rows)
     fits = fits and (how.kv_heads, how.head_dim) == (kv_heads, head_dim)
-    if not (fits and 1 <= how.splits <= MAX_SPLITS and how.min_tiles >= 1):
+    if not (fits and 1 <= how.splits <= MAX_SPLITS and how.min_keys >= 1):
         raise KernelError(
             f"attention: {how} does not fit {tokens} tokens, {heads} heads of {head_dim}, "
             f"{kv_heads} kv heads"
