@@ -15,7 +15,9 @@
 // Limits  (H200, 608 TFLOP/s: a m16n8k16 each 6.2 clocks of a quarter SM.) A warp of 64 x 64 and 32
 //         values of K: 64 mma = 397 clocks; 72 (nibbles) to 130 (Q6_K) instructions of unpacking, 10
 //         to 14 LDS.128 and 4 LDS.64 (48-60 of the 100 clocks of shared memory that 64 mma take of
-//         an SM). Tiles of 256 x 128 read 16 bytes a clock and SM from L2, 256 x 64 22, 128 x 128 26.
+//         an SM). Tiles of 128 x 128 read 26 bytes a clock and SM from L2. Measured 290 TFLOP/s at 2,048
+//         tokens (7B, Q4_K), as much as tiles of 256 x 128, which take twice as long to compile;
+//         128 x 32 175, and the better up to 64 to 128 tokens. Tokens past the last are not read.
 // Why not int8: a scale every 32 values costs more than the products (matmul.cu: 100 TOP/s) and its
 //         rounding of activations 700 times the divergence (kernels.md).
 #include "q8.cuh"
@@ -131,8 +133,8 @@ __device__ inline void copy_chunk(char* stage, const F16Arguments& a, int row_ti
     const int64_t row_bytes = a.chunks * kTokenBytes;
 #pragma unroll
     for (unsigned j = 0; j < T::kTokens / kAtOnce; ++j) {
-        const int row = min(token_tile * T::kTokens + static_cast<int>(first + j * kAtOnce), a.tokens - 1);
-        copy_async16(to + j * kAtOnce * kTokenBytes, from + row * row_bytes);
+        const int row = token_tile * T::kTokens + static_cast<int>(first + j * kAtOnce);
+        copy_async16(to + j * kAtOnce * kTokenBytes, from + row * row_bytes, row < a.tokens);
     }
     constexpr unsigned kPlanePieces = Q::kChunkBytes / 16, kCopies = T::kStrips * kPlanePieces;
 #pragma unroll

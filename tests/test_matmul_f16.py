@@ -11,11 +11,9 @@ from minfer_cuda.kernels import Device
 from minfer_cuda.kernels.layouts import Activations, Matrix, padded
 from minfer_cuda.kernels.matmul_f16 import (
     ARRIVALS,
-    LARGE,
     NARROW,
     PARTIALS,
     SQUARE,
-    TALL,
     TILES,
     Tile,
     gate_up_f16,
@@ -245,7 +243,7 @@ def test_gate_and_up_of_every_tile_agree(device: Device, scratch: dict[str, obje
     gate, up = (matrix(device, rng, quant, f, k)[0] for _ in range(2))
     x = halved(device, rng.standard_normal((tokens, k)).astype(np.float32))
     results = []
-    for tile in (NARROW, TALL, SQUARE, LARGE):
+    for tile in TILES:
         out = Activations.empty(device, tokens, f, f16=True)
         gate_up_f16(device, gate, up, x, out, tile=tile, **scratch)
         results.append(device.download(out.h))

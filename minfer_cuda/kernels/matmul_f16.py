@@ -31,6 +31,7 @@ class Tile:
     warps_n: int
     m_tiles: int
     n_tiles: int
+    clocks: int  # of an SM for 128 values of K of a tile, where many follow (H200)
 
     @property
     def threads(self) -> int:
@@ -45,16 +46,20 @@ class Tile:
         return 8 * self.warps_n * self.n_tiles
 
     @property
+    def sums(self) -> int:
+        """Of a thread."""
+        return self.m_tiles * self.n_tiles * 4
+
+    @property
     def blocks(self) -> int:
         """Blocks that share an SM."""
         return 256 // self.threads
 
 
-LARGE = Tile(4, 2, 4, 8)  # 256 rows x 128 tokens, one block an SM
-TALL = Tile(4, 1, 4, 8)  # 256 x 64, two
-SQUARE = Tile(2, 2, 4, 8)  # 128 x 128, two
-NARROW = Tile(4, 1, 2, 4)  # 128 x 32, two
-TILES = (LARGE, TALL, SQUARE, NARROW)
+SQUARE = Tile(2, 2, 4, 8, 3200)  # 128 rows x 128 tokens: 290 TFLOP/s at 2,048 tokens
+NARROW = Tile(4, 1, 2, 4, 1150)  # 128 x 32: 175
+TILES = (NARROW, SQUARE)
+_SHARE_CLOCKS = 25  # to add up another block's part of a tile, for each sum of a thread
 
 
 def stage_bytes(quant: QuantType, tile: Tile) -> int:
@@ -119,12 +124,11 @@ def plan(
     in_all = 2 * padded(rows) if gated else rows
 
     def cost(t: Tile) -> float:
-        """Clocks of the busiest SM, roughly."""
-        n = ceil_div(in_all, t.rows) * ceil_div(tokens, t.tokens)
-        chunk = max(t.rows * t.tokens / 10, t.rows * 8) + 200  # products; unpacking; staging
-        per_sm = max(1.0, n * ceil_div(cols, 128) / sm_count) * chunk
-        write = t.rows * t.tokens / 8 * max(1.0, n / sm_count)
-        return per_sm + write
+        """Clocks of an SM: its share of all products, and adding up where blocks share a tile."""
+        count = ceil_div(in_all, t.rows) * ceil_div(tokens, t.tokens)
+        units, blocks = count * ceil_div(cols, 128), sm_count * t.blocks
+        shares = 0 if count % blocks == 0 else min(blocks, units) / min(count, blocks)
+        return max(1.0, units / sm_count) * t.clocks + shares * t.sums * _SHARE_CLOCKS
 
     best = min(tiles, key=cost)
     token_tiles, chunks = ceil_div(tokens, best.tokens), ceil_div(cols, 128)
