@@ -3,7 +3,8 @@
 //   attention_decode<KV, E, WARPS>  16 rows a block: one token, or a few
 //   q         (T, H, E) float, rotated          k, v  (S, G, E) KV, one layer: __half or float
 //   position  int32 in device memory: the position of token 0; token t sees keys 0..*position + t
-//   out       (T, H*E) float; qs (T, Kp), ds (T, Kp/32): the same in layout 1; null: not written
+//   out       (T, H*E) float; qs (T, Kp), ds (T, Kp/32): the same in layout 1; h (T, Kp), hs (T): as
+//             f16 activations with scale 1, exact enough for means of f16 values; null: not written
 //   partials  per (row tile, kv head, split): ROWS x E float sums, behind all of them ROWS x {m, l}
 //   arrivals  int per (row tile, kv head), zero before and after every launch
 // Query head h reads kv head h / R, R = H/G. The rows of a tile are the (token, head of the group)
@@ -28,6 +29,7 @@
 //         2,048 tokens 30 GFLOP a layer -> 49 us at 608 TFLOP/s.
 #include "attention.cuh"
 #include "q8.cuh"
+#include "quants_f16.cuh"
 
 struct AttentionShape {
     int tokens, heads, kv_heads, context;  // T, H, G, S
@@ -87,6 +89,8 @@ struct Output {
     float* out;  // (T, H*E), may be null
     int8_t* qs;  // layout 1 of (T, H*E), may be null
     GroupScale* ds;
+    uint8_t* h;  // f16 activations (quants_f16.cuh), may be null
+    float* hs;
 };
 
 template <int ROWS>
@@ -116,20 +120,26 @@ __device__ inline Work find_work(const AttentionShape& shape, const Place& place
     return work;
 }
 
-// Four consecutive values of a row, the same of layout 1; all lanes of a warp call. Where H*E is no
-// multiple of 128 the last head writes the zeros behind it too.
+// Four consecutive values of a row, the same of layout 1 or as f16; all lanes of a warp call. Where
+// H*E is no multiple of 128 the last head writes the zeros behind it too.
 template <int E>
 __device__ inline void emit(const Output& output, const Place& place, int row, int dim, float4 v,
                             bool valid) {
     if (output.out && valid)
         *reinterpret_cast<float4*>(output.out + place.index(row) * E + dim) = v;
+    if (!output.qs && !output.h) return;
+    const int head = place.head(row), width = place.heads * E, token = place.token(row);
+    const int64_t at = static_cast<int64_t>(token) * (ceil_div(width, 128) * 128);
+    const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    const bool behind = width % 128 != 0 && valid && head == place.heads - 1;
+    if (output.h) {
+        if (valid) store_halves(output.h + at * 2, head * E + dim, v, 1.0f);
+        if (behind) store_halves(output.h + at * 2, width + dim, zero, 1.0f);
+        if (valid && head * E + dim == 0) output.hs[token] = 1.0f;
+    }
     if (!output.qs) return;
-    const int head = place.head(row), width = place.heads * E;
-    const int64_t at = static_cast<int64_t>(place.token(row)) * (ceil_div(width, 128) * 128);
     quantize4(v, head * E + dim, valid, output.qs + at, output.ds + at / 32);
-    if (width % 128 != 0)
-        quantize4(make_float4(0.0f, 0.0f, 0.0f, 0.0f), width + dim,
-                  valid && head == place.heads - 1, output.qs + at, output.ds + at / 32);
+    if (width % 128 != 0) quantize4(zero, width + dim, behind, output.qs + at, output.ds + at / 32);
 }
 
 __device__ inline float4 scaled(float4 v, float by) {
@@ -301,7 +311,8 @@ __device__ inline void stage(__half* to, const KV* k, const KV* v, int tile, con
 template <typename KV, int E>
 __global__ void __launch_bounds__(kThreads, E == 64 ? 3 : 2)
     attention(const float* q, const KV* k, const KV* v, const int* position_at, float* out,
-              int8_t* qs, GroupScale* ds, float* partials, int* arrivals, AttentionShape shape) {
+              int8_t* qs, GroupScale* ds, uint8_t* h, float* hs, float* partials, int* arrivals,
+              AttentionShape shape) {
     using Tile = Prefill<E>;
     const int first = threadIdx.x / kWarp * 16;
     const Place place = find_place<Tile::kRows>(shape);
@@ -340,7 +351,7 @@ __global__ void __launch_bounds__(kThreads, E == 64 ? 3 : 2)
         weigh<E, kKeys>(s, rows);
         add_values<E, kKeys>(rows, s, keys + kKeys * E);
     }
-    finish<E, Tile>(rows, first, work.active, place, Output{out, qs, ds},
+    finish<E, Tile>(rows, first, work.active, place, Output{out, qs, ds, h, hs},
                     Scratch{partials, arrivals});
 }
 
@@ -368,8 +379,8 @@ __device__ inline int read_position(const int* at) { return *static_cast<const v
 template <typename KV, int E, int WARPS>
 __global__ void __launch_bounds__(WARPS * kWarp, Decode<E, WARPS>::kBlocks)
     attention_decode(const float* q, const KV* k, const KV* v, const int* position_at, float* out,
-                     int8_t* qs, GroupScale* ds, float* partials, int* arrivals,
-                     AttentionShape shape) {
+                     int8_t* qs, GroupScale* ds, uint8_t* h, float* hs, float* partials,
+                     int* arrivals, AttentionShape shape) {
     using Tile = Decode<E, WARPS>;
     // A float32 cache is read through L1, which may hold lines of before the wait.
     constexpr bool kEarly = sizeof(KV) == 2;
@@ -428,6 +439,6 @@ __global__ void __launch_bounds__(WARPS * kWarp, Decode<E, WARPS>::kBlocks)
         ring.add(work, n + Tile::kDepth);
         copy_async_commit();
     }
-    finish<E, Tile>(rows, warp * Tile::kRows, work.active, place, Output{out, qs, ds},
+    finish<E, Tile>(rows, warp * Tile::kRows, work.active, place, Output{out, qs, ds, h, hs},
                     Scratch{partials, arrivals});
 }

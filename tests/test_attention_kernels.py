@@ -225,6 +225,27 @@ def test_q8_output_is_the_float_output_quantised(
     np.testing.assert_array_equal(sums, want.reshape(tokens, -1, 2, 16).sum(axis=-1))
 
 
+@pytest.mark.parametrize(("tokens", "group", "head_dim"), [(40, 1, 64), (2, 7, 128), (19, 3, 64)])
+def test_f16_output_is_the_float_output_rounded(
+    device: Device, tokens: int, group: int, head_dim: int
+) -> None:
+    case = Case.random(tokens, group, 1, head_dim, past=5)
+    width = group * head_dim
+    padded = -(-width // 128) * 128
+    up = device.upload
+    out = device.empty((tokens, width), np.float32)
+    h, hs = up(np.full((tokens, padded), 99, np.float16)), up(np.zeros(tokens, np.float32))
+    k, v, where = up(case.cache(case.k)), up(case.cache(case.v)), up(np.array([5], np.int32))
+    attention(device, case.plan(), up(case.q), k, v, where, out=out, h=h, hs=hs)
+    want = np.zeros((tokens, padded), np.float16)
+    want[:, :width] = device.download(out)
+    i = np.arange(128)  # half_offset of cuda/quants_f16.cuh
+    at = (i // 32) * 32 + (i // 4 % 4) * 8 + (i // 16 % 2) * 4 + (i // 2 % 2) + (i % 2) * 2
+    got = device.download(h).reshape(tokens, -1, 128)[:, :, at].reshape(tokens, padded)
+    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(device.download(hs), np.ones(tokens, np.float32))
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_card_with_64_kb_of_shared_memory_takes_fewer_warps(head_dim: int) -> None:
     device = simt_device(shared_limit=65536)
@@ -286,7 +307,7 @@ def test_wrong_arguments_are_named_with_what_was_expected(device: Device) -> Non
         attention(
             device, case.plan(), q, k, up(case.cache(case.v.astype(np.float32))), position, out=out
         )
-    with pytest.raises(KernelError, match="expected out, or qs and ds"):
+    with pytest.raises(KernelError, match="expected out, or qs and ds, or h"):
         attention(device, case.plan(), q, k, v, position)
     with pytest.raises(KernelError, match="partials is missing, expected 2112 or more float32"):
         attention(device, case.plan(splits=2), q, k, v, position, out=out)

@@ -127,6 +127,8 @@ def attention(
     out: DeviceArray | None = None,
     qs: DeviceArray | None = None,
     ds: DeviceArray | None = None,
+    h: DeviceArray | None = None,
+    hs: DeviceArray | None = None,
     partials: DeviceArray | None = None,
     arrivals: DeviceArray | None = None,
 ) -> None:
@@ -135,9 +137,9 @@ def attention(
     `how` from plan(); q (T, H, E) float32, rotated; k_cache and v_cache (S, G, E), one layer,
     float16 or float32, holding the keys of these tokens already; position (1,) int32, where token
     0 sits. Results, at least one of: out (T, H*E) float32; the same as q8 activations (layout 1),
-    qs (T, Kp) int8 and ds (T, Kp/32) of 8 bytes, Kp = H*E rounded up to 128. Scratch where
-    how.splits > 1: `partials` float32 and `arrivals` int32, of how.partials and how.arrivals
-    elements. Raises KernelError for any other shape or dtype.
+    qs (T, Kp) int8 and ds (T, Kp/32) of 8 bytes, Kp = H*E rounded up to 128; as f16 activations, h
+    (T, Kp) float16 and hs (T,) float32. Scratch where how.splits > 1: `partials` float32 and
+    `arrivals` int32, of how.partials and how.arrivals elements. Raises KernelError for any other shape or dtype.
     """
     tokens, heads, head_dim = q.shape
     context, kv_heads, _ = k_cache.shape
@@ -147,7 +149,7 @@ def attention(
     expect("attention", "k_cache", k_cache, cache, np.float16, np.float32)
     expect("attention", "v_cache", v_cache, cache, k_cache.dtype)
     expect("attention", "position", position, (1,), np.int32)
-    _check_outputs(tokens, heads * head_dim, out, qs, ds)
+    _check_outputs(tokens, heads * head_dim, out, qs, ds, h, hs)
     if how.splits > 1:
         expect_room("attention", "partials", partials, how.partials, np.float32)
         expect_room("attention", "arrivals", arrivals, how.arrivals, np.int32)
@@ -158,7 +160,7 @@ def attention(
         name = f"attention_decode<{kv}, {head_dim}, {warps}>"
     kernel = device.kernel("attention", name)
     shape = _Shape(tokens, heads, kv_heads, context, how.alone_keys, how.min_keys)
-    arguments = (q, k_cache, v_cache, position, out, qs, ds, partials, arrivals, shape)
+    arguments = (q, k_cache, v_cache, position, out, qs, ds, h, hs, partials, arrivals, shape)
     kernel(how.grid, 32 * warps, *arguments, shared=how.shared_bytes(warps))
 
 
@@ -184,13 +186,19 @@ def _check_outputs(
     out: DeviceArray | None,
     qs: DeviceArray | None,
     ds: DeviceArray | None,
+    h: DeviceArray | None,
+    hs: DeviceArray | None,
 ) -> None:
-    if (out is None and qs is None) or (qs is None) != (ds is None):
-        raise KernelError("attention: expected out, or qs and ds, or all three")
+    halves = (qs is None) != (ds is None) or (h is None) != (hs is None)
+    if halves or (out is None and qs is None and h is None):
+        raise KernelError("attention: expected out, or qs and ds, or h and hs, or several")
     if out is not None:
         expect("attention", "out", out, (tokens, width), np.float32)
+    padded = -(-width // 128) * 128
+    if h is not None and hs is not None:
+        expect("attention", "h", h, (tokens, padded), np.float16)
+        expect("attention", "hs", hs, (tokens,), np.float32)
     if qs is not None and ds is not None:
-        padded = -(-width // 128) * 128
         expect("attention", "qs", qs, (tokens, padded), np.int8)
         if ds.nbytes != tokens * padded // 4:
             raise KernelError(

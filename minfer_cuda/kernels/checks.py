@@ -7,6 +7,7 @@ from numpy.typing import DTypeLike
 
 from minfer_cuda.errors import KernelError
 from minfer_cuda.kernels import DeviceArray
+from minfer_cuda.kernels.layouts import Activations, padded
 
 
 def expect(
@@ -36,3 +37,11 @@ def expect_room(
     raise KernelError(
         f"{kernel}: {name} is {got}, expected {elements} or more {np.dtype(dtype).name}"
     )
+
+
+def expect_halves(kernel: str, x: Activations, tokens: int, k: int) -> None:
+    """Raise KernelError unless `x` has its f16 form, of T rows of K."""
+    if x.h is None or x.hs is None:
+        raise KernelError(f"{kernel}: activations without their f16 form")
+    expect(kernel, "h", x.h, (tokens, padded(k)), np.float16)
+    expect(kernel, "hs", x.hs, (tokens,), np.float32)

@@ -12,7 +12,7 @@ import numpy as np
 
 from minfer_cuda.errors import KernelError
 from minfer_cuda.kernels import Device, DeviceArray
-from minfer_cuda.kernels.checks import expect, expect_room, pointer
+from minfer_cuda.kernels.checks import expect, expect_halves, expect_room, pointer
 from minfer_cuda.kernels.layouts import Activations, Matrix, ceil_div, padded, record_cols
 from minfer_cuda.kernels.matmul import check_output
 from minfer_cuda.quants import QuantType, by_name
@@ -188,7 +188,7 @@ def halve(device: Device, x: DeviceArray, out: Activations) -> None:
     """The f16 form of x (T, K) float32."""
     tokens, k = x.shape
     expect("halve", "x", x, (tokens, k), np.float32)
-    _check_halves("halve", out, tokens, k)
+    expect_halves("halve", out, tokens, k)
     device.kernel("matmul_f16", "halve")(tokens, 256, x, out.h, out.hs, k)
 
 
@@ -241,7 +241,7 @@ def gate_up_f16(
             f"gate_up_f16: gate is {gate.quant.name} ({gate.rows}, {gate.cols}), "
             f"up {up.quant.name} ({up.rows}, {up.cols})"
         )
-    _check_halves("gate_up_f16", out, x.tokens, gate.rows)
+    expect_halves("gate_up_f16", out, x.tokens, gate.rows)
     arguments = _Arguments(
         up=up.data.data.ptr, up_peak=pointer(up.peak),
         neurons=pointer(out.h), neuron_scale=pointer(out.hs),
@@ -261,7 +261,7 @@ def _launch(
     tile: Tile | None = None,
 ) -> None:
     tokens = x.tokens
-    _check_halves("matmul_f16", x, tokens, w.cols)
+    expect_halves("matmul_f16", x, tokens, w.cols)
     if w.peak is None or (gated and not arguments.up_peak):
         raise KernelError("matmul_f16: a matrix without its peak: with_peak() finds it")
     sizes = (w.quant, w.rows, w.cols, tokens, device.sm_count, device.shared_limit)
@@ -278,10 +278,3 @@ def _launch(
     kernel = device.kernel("matmul_f16", instance(w.quant, how.tile, how.stages))
     shared = shared_bytes(w.quant, how.tile, how.stages)
     kernel(how.grid, how.tile.threads, arguments, shared=shared)
-
-
-def _check_halves(kernel: str, x: Activations, tokens: int, k: int) -> None:
-    if x.h is None or x.hs is None:
-        raise KernelError(f"{kernel}: activations without their f16 form")
-    expect(kernel, "h", x.h, (tokens, padded(k)), np.float16)
-    expect(kernel, "hs", x.hs, (tokens,), np.float32)
