@@ -25,6 +25,11 @@
 
 constexpr int kThreads = kNormThreads;  // twice on an SM: 64 registers a thread
 constexpr int kWarps = kThreads / kWarp;
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 800 || __CUDA_ARCH__ >= 1200)
+constexpr int kBlocks = 1;  // of an SM: 64 registers spill there
+#else
+constexpr int kBlocks = 2;
+#endif
 
 struct Input {
     const int8_t* qs;         // Quantised: (Kp), ds (Kp / 32)
@@ -35,54 +40,71 @@ struct Input {
     int k, part_records;
 };
 
-// A q8 row, in global or in shared memory.
-struct Row {
-    const int8_t* qs;      // (Kp)
-    const GroupScale* ds;  // (Kp / 32)
-};
-
-// How a block gets its row: `before` what may start before the wait, `take` the rest, `scale` the row's
-// factor when all sums are made. `memory` is the shared memory that take() leaves the row in.
+// How a block gets its row: `before` what may start before the wait, `take` the rest, `factor` the row's
+// factor when all sums are made. A warp reads it by `values` (two times 16 bytes of a lane), `scales` (d
+// of a chunk's four groups) and `group_sum` (d times the sum of values 0-15, 16-31 of a group). `memory`
+// is the shared memory that take() leaves the row in.
 struct Quantised {
     static constexpr int kWeights = 0;
-    __device__ static uint4 get16(const void* p) { return load_cached16(p); }
+    const int8_t* qs;
+    const GroupScale* ds;
     __device__ static void before(const Input&, float*) {}
-    __device__ static Row take(const Input& in, char*, int, float*, float* partial) {
+    __device__ static Quantised take(const Input& in, char*, int, float*, float* partial) {
         if (in.scale && threadIdx.x == 0) copy_async(partial, in.scale);
-        return Row{in.qs, in.ds};
+        return Quantised{in.qs, in.ds};
     }
-    __device__ static float scale(const Input& in, const float* partial) { return in.scale ? *partial : 1.0f; }
+    __device__ static float factor(const Input& in, const float* partial) { return in.scale ? *partial : 1.0f; }
+    __device__ uint4 values(int chunk, int t, int i) const { return load_cached16(qs + chunk * 128 + t * 32 + i * 16); }
+    __device__ float4 scales(int chunk) const {
+        const GroupScale* s = ds + chunk * 4;
+        return make_float4(s[0].d, s[1].d, s[2].d, s[3].d);
+    }
+    __device__ float2 group_sum(int group) const {
+        const GroupScale s = ds[group];
+        return make_float2(__fmul_rn(s.d, static_cast<float>(s.lo)), __fmul_rn(s.d, static_cast<float>(s.hi)));
+    }
 };
 struct Normed {
     static constexpr int kWeights = 1;
-    __device__ static uint4 get16(const void* p) { return load_shared16(p); }
+    const char* qs;      // (Kp)
+    const float* d;      // (Kp / 32)
+    const float2* sums;  // (Kp / 32)
     __device__ static void before(const Input& in, float* weight) {
+#pragma unroll 1
         for (int i = threadIdx.x * 4; i < in.k; i += kThreads * 4) copy_async16(weight + i, in.weight + i);
         copy_async_commit();
     }
-    __device__ static Row take(const Input& in, char* memory, int chunks, float* weight, float* partial) {
-        int8_t* qs = reinterpret_cast<int8_t*>(memory);
-        GroupScale* ds = reinterpret_cast<GroupScale*>(memory + chunks * 128);
+    __device__ static Normed take(const Input& in, char* memory, int chunks, float* weight, float* partial) {
+        float* d = reinterpret_cast<float*>(memory + chunks * 128);
+        float2* sums = reinterpret_cast<float2*>(d + chunks * 4);
         copy_async_wait<0>();  // of the weights, a thread reads what it has copied itself
-        weighted_row(in.x, weight, in.k, chunks * 128, partial,
-                     [&](int i, float4 v) { quantize4(v, i, true, qs, ds); });
+        weighted_row(in.x, weight, in.k, chunks * 128, partial, [&](int i, float4 v) {
+            const Quad quad = quantize_quad(v);
+            *reinterpret_cast<uint32_t*>(memory + q8_word_offset(i)) = quad.word;
+            if ((i & 31) != 0) return;
+            d[i >> 5] = quad.scale.d;
+            sums[i >> 5] = make_float2(__fmul_rn(quad.scale.d, static_cast<float>(quad.scale.lo)),
+                                       __fmul_rn(quad.scale.d, static_cast<float>(quad.scale.hi)));
+        });
         __syncthreads();
-        return Row{qs, ds};
+        return Normed{memory, d, sums};
     }
-    __device__ static float scale(const Input& in, const float* partial) { return row_rstd(partial, in.k, in.eps); }
+    __device__ static float factor(const Input& in, const float* partial) { return row_rstd(partial, in.k, in.eps); }
+    __device__ uint4 values(int chunk, int t, int i) const { return load_shared16(qs + chunk * 128 + t * 32 + i * 16); }
+    __device__ float4 scales(int chunk) const { return *reinterpret_cast<const float4*>(d + chunk * 4); }
+    __device__ float2 group_sum(int group) const { return sums[group]; }
 };
 
 // acc + the lane's part of one record times the row; `chunk` is the record's first.
 template <class Q, class In>
-__device__ inline float dot_record(const typename Q::Lane& l, const Row& x, int chunk, int t, float acc) {
+__device__ inline float dot_record(const typename Q::Lane& l, const In& x, int chunk, int t, float acc) {
     float sum = 0.0f, least = 0.0f;
 #pragma unroll
     for (int c = 0; c < Q::kChunks; ++c) {
-        const int8_t* qs = x.qs + (chunk + c) * 128 + t * 32;
-        const GroupScale* ds = x.ds + (chunk + c) * 4;
-        const uint4 x0 = In::get16(qs), x1 = In::get16(qs + 16), d0 = In::get16(ds), d1 = In::get16(ds + 2);
+        const uint4 x0 = x.values(chunk + c, t, 0), x1 = x.values(chunk + c, t, 1);
+        const float4 d4 = x.scales(chunk + c);
         const uint32_t xs[4][2] = {{x0.x, x0.y}, {x0.z, x0.w}, {x1.x, x1.y}, {x1.z, x1.w}};
-        const uint32_t d[4] = {d0.x, d0.z, d1.x, d1.z};
+        const float d[4] = {d4.x, d4.y, d4.z, d4.w};
 #pragma unroll
         for (int b = 0; b < 4; ++b) {
             int dot = __dp4a(static_cast<int>(Q::word(l, c, b, 0)), static_cast<int>(xs[b][0]), 0);
@@ -93,19 +115,19 @@ __device__ inline float dot_record(const typename Q::Lane& l, const Row& x, int 
                 dot = __dp4a(static_cast<int>(Q::word(l, c, b, 1)), static_cast<int>(xs[b][1]), dot);
                 if constexpr (Q::kInteger) dot *= Q::int_scale(l, c, b, 0);
             }
-            float scale = __uint_as_float(d[b]);
+            float scale = d[b];
             if constexpr (!Q::kInteger) scale = __fmul_rn(Q::scale(l, c, b, 0), scale);
             sum = fmaf(static_cast<float>(dot), scale, sum);
         }
         if constexpr (Q::kMin) {  // the four lanes of a row take one block's minimum each
-            const GroupScale of = x.ds[(chunk + c) * 4 + t];
+            const float2 of = x.group_sum((chunk + c) * 4 + t);
             if constexpr (Q::kHalf) {
-                const int both = Q::int_min(l, c, t, 0) * of.lo + Q::int_min(l, c, t, 1) * of.hi;
-                least = fmaf(static_cast<float>(both), of.d, least);
+                least = fmaf(static_cast<float>(Q::int_min(l, c, t, 0)), of.x, least);
+                least = fmaf(static_cast<float>(Q::int_min(l, c, t, 1)), of.y, least);
             } else if constexpr (Q::kInteger) {
-                least = fmaf(static_cast<float>(Q::int_min(l, c, t, 0) * (of.lo + of.hi)), of.d, least);
+                least = fmaf(static_cast<float>(Q::int_min(l, c, t, 0)), __fadd_rn(of.x, of.y), least);
             } else {
-                least = fmaf(__fmul_rn(Q::minimum(l, c, t, 0), of.d), static_cast<float>(of.lo + of.hi), least);
+                least = fmaf(Q::minimum(l, c, t, 0), __fadd_rn(of.x, of.y), least);
             }
         }
     }
@@ -131,7 +153,7 @@ struct Runs {
 // for the input. `addends.before`, `.early` and `.late` start asynchronous copies of what the end will
 // need: before the wait, after it, and once more when that has arrived. Returns the row's factor, behind
 // a barrier and with all that in shared memory.
-template <class Q, class In, class Addends>
+template <class Q, class In, int Depth = Q::kDepth, class Addends>
 __device__ float part_sums(const Runs& runs, const Input& in, float* sums, char* row_memory, Addends& addends) {
     __shared__ float partial[kWarps];
     const int lane = threadIdx.x % kWarp;
@@ -139,7 +161,7 @@ __device__ float part_sums(const Runs& runs, const Input& in, float* sums, char*
     const int records = ceil_div(in.k, Q::kRecK), strip_parts = records / in.part_records;
     const int part_bytes = in.part_records * Q::kRecord;
 
-    // the load side runs kDepth records ahead of the use side
+    // the load side runs Depth records ahead of the use side
     int ahead = warp, left = in.part_records;
     auto start = [&](int part) {
         const uint8_t* run = part < runs.split ? runs.first : runs.second - static_cast<int64_t>(runs.split) * part_bytes;
@@ -152,23 +174,24 @@ __device__ float part_sums(const Runs& runs, const Input& in, float* sums, char*
         at += Q::kRecord;
         if (--left == 0) left = in.part_records, ahead += kWarps, at = start(ahead);
     };
-    typename Q::Lane ring[Q::kDepth];
+    typename Q::Lane ring[Depth];
 #pragma unroll
-    for (int i = 0; i < Q::kDepth; ++i) load(ring[i]);
+    for (int i = 0; i < Depth; ++i) load(ring[i]);
     In::before(in, sums);
     addends.before();
     pdl_wait();
     addends.early();
-    const Row row = In::take(in, row_memory, records * Q::kChunks, sums, partial);
+    const In row = In::take(in, row_memory, records * Q::kChunks, sums, partial);
     addends.late();
     copy_async_commit();
 
     float acc = 0.0f;
+    float* out = sums + warp * 8 + (lane >> 2);
     const int step = kWarps % strip_parts;
     int part = warp, strip_part = warp % strip_parts, record = strip_part * in.part_records, rest = in.part_records;
     while (part < runs.parts) {
 #pragma unroll
-        for (int i = 0; i < Q::kDepth; ++i) {
+        for (int i = 0; i < Depth; ++i) {
             if (part >= runs.parts) break;
             acc = dot_record<Q, In>(ring[i], row, record * Q::kChunks, lane & 3, acc);
             load(ring[i]);
@@ -176,7 +199,8 @@ __device__ float part_sums(const Runs& runs, const Input& in, float* sums, char*
             if (--rest == 0) {
                 acc = __fadd_rn(acc, __shfl_xor_sync(kFull, acc, 1));
                 acc = __fadd_rn(acc, __shfl_xor_sync(kFull, acc, 2));
-                if ((lane & 3) == 0) sums[part * 8 + (lane >> 2)] = acc;
+                if ((lane & 3) == 0) *out = acc;
+                out += kWarps * 8;
                 acc = 0.0f, rest = in.part_records, part += kWarps;
                 strip_part += step;
                 if (strip_part >= strip_parts) strip_part -= strip_parts;
@@ -186,7 +210,7 @@ __device__ float part_sums(const Runs& runs, const Input& in, float* sums, char*
     }
     copy_async_wait<0>();
     __syncthreads();
-    return In::scale(in, partial);
+    return In::factor(in, partial);
 }
 
 // Row `row` of the block, counted over its strips, of what part_sums left.
@@ -195,6 +219,7 @@ __device__ inline float row_sum(const float* sums, const Input& in, int row) {
     const int strip_parts = ceil_div(in.k, Q::kRecK) / in.part_records;
     const float* p = sums + (row >> 3) * strip_parts * 8 + (row & 7);
     float sum = p[0];
+#pragma unroll 4
     for (int i = 1; i < strip_parts; ++i) sum = __fadd_rn(sum, p[i * 8]);
     return sum;
 }
@@ -236,7 +261,7 @@ struct RowAddends {
 
 // A block has `strips` strips, the last one what is left.
 template <class Q, class In>
-__global__ void __launch_bounds__(kThreads, 2) matvec(const uint8_t* w, Input in, Output out, int strips) {
+__global__ void __launch_bounds__(kThreads, kBlocks) matvec(const uint8_t* w, Input in, Output out, int strips) {
     pdl_trigger();
     __shared__ float bias[kThreads], residual[kThreads];
     float* sums = reinterpret_cast<float*>(shared_bytes());
@@ -265,7 +290,7 @@ struct Nothing {
 // A block makes 32 neurons, four strips of each matrix: one group of the q8 row. Grid = Np / 32; strips
 // past the last are other strips again, whose sums are not used.
 template <class Q, class In>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, kBlocks)
 matvec_gate_up(const uint8_t* gate, const uint8_t* up, Input in, int8_t* qs_out, GroupScale* ds_out, float* y, int n) {
     pdl_trigger();
     float* sums = reinterpret_cast<float*>(shared_bytes());
@@ -276,18 +301,17 @@ matvec_gate_up(const uint8_t* gate, const uint8_t* up, Input in, int8_t* qs_out,
     Nothing nothing;
     const float scale = part_sums<Q, In>(runs, in, sums, row_memory<In>(in, 8 * strip.parts), nothing);
     if (threadIdx.x >= kWarp) return;
-    // eight lanes, four neurons each; the warp stays together for quantize4
-    const int neuron = blockIdx.x * 32 + threadIdx.x % 8 * 4;
-    float v[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        if (neuron + i >= n) continue;
-        const int r = threadIdx.x % 8 * 4 + i;
-        v[i] = swiglu_value(__fmul_rn(row_sum<Q>(sums, in, r), scale),
-                            __fmul_rn(row_sum<Q>(sums, in, count * 8 + r), scale));
-        if (y && threadIdx.x < 8) y[neuron + i] = v[i];
+    const int lane = threadIdx.x, neuron = blockIdx.x * 32 + lane;
+    float v = 0.0f;
+    if (neuron < n) {
+        v = swiglu_value(__fmul_rn(row_sum<Q>(sums, in, lane), scale),
+                         __fmul_rn(row_sum<Q>(sums, in, count * 8 + lane), scale));
+        if (y) y[neuron] = v;
     }
-    if (qs_out) quantize4(make_float4(v[0], v[1], v[2], v[3]), neuron, threadIdx.x < 8, qs_out, ds_out);
+    const int l = lane % 8 * 4;  // the first eight lanes take four neurons each, the others the same again
+    const float4 four = make_float4(__shfl_sync(kFull, v, l), __shfl_sync(kFull, v, l + 1), __shfl_sync(kFull, v, l + 2),
+                                    __shfl_sync(kFull, v, l + 3));
+    if (qs_out) quantize4(four, blockIdx.x * 32 + l, lane < 8, qs_out, ds_out);
 }
 
 struct QkvArguments {
@@ -335,7 +359,8 @@ __device__ void project_heads(const QkvArguments& a, int which, int unit) {
     const int first = (head * 2 * half + unit % half) * 8 + t, second = first + a.head_dim / 2;
     const uint8_t* from = a.w[which] + (head * 2 * half + unit % half) * strip.bytes;
     PairAddends addends{a, bias + 2 * t, rotation + t, which, first, t < 8};
-    const float scale = part_sums<Q, In>(Runs{from, from + half * strip.bytes, strip.parts, 2 * strip.parts}, in, sums,
+    constexpr int kDepth = Q::kWords > 12 ? 1 : Q::kDepth;  // three bodies in one kernel: fewer registers
+    const float scale = part_sums<Q, In, kDepth>(Runs{from, from + half * strip.bytes, strip.parts, 2 * strip.parts}, in, sums,
                                          row_memory<In>(in, 2 * strip.parts), addends);
     if (t >= 8) return;
     const int position = *a.position;
@@ -354,7 +379,7 @@ __device__ void project_heads(const QkvArguments& a, int which, int unit) {
 
 // Launch  grid = (H + 2 G) E / 16 blocks: those of q, then k, then v.
 template <class Qq, class Qk, class Qv, class KV, class In>
-__global__ void __launch_bounds__(kThreads, 2) matvec_qkv(QkvArguments a) {
+__global__ void __launch_bounds__(kThreads, kBlocks) matvec_qkv(QkvArguments a) {
     pdl_trigger();
     const int block = blockIdx.x, q = a.heads * a.head_dim / 16, k = a.kv_heads * a.head_dim / 16;
     if (block < q) {

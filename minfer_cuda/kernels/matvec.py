@@ -55,7 +55,7 @@ def _shared(kernel: str, strips: int, w: Matrix, x: Row) -> int:
     row."""
     wanted = strips * _sum_bytes(w)
     if isinstance(x, Unnormed):
-        wanted = max(wanted, 4 * w.cols) + padded(w.cols) // 32 * (32 + 8)
+        wanted = max(wanted, 4 * w.cols) + padded(w.cols) // 32 * (32 + 4 + 8)
     if wanted > _SHARED_BYTES:
         raise KernelError(f"{kernel}: K = {w.cols} needs {wanted} bytes of shared memory a block")
     return wanted
