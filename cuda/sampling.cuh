@@ -56,6 +56,7 @@ __device__ inline uint64_t first_reaching(double target) {
 __device__ inline double uniform(const uint32_t seed[2], uint64_t index) {
     uint32_t c0 = static_cast<uint32_t>(index), c1 = static_cast<uint32_t>(index >> 32), c2 = 0, c3 = 0;
     uint32_t k0 = seed[0], k1 = seed[1];
+#pragma unroll 1
     for (int round = 0; round < 10; ++round) {
         uint32_t low0 = 0xD2511F53u * c0, high0 = __umulhi(0xD2511F53u, c0);
         uint32_t low1 = 0xCD9E8D57u * c2, high1 = __umulhi(0xCD9E8D57u, c2);
@@ -68,14 +69,15 @@ __device__ inline double uniform(const uint32_t seed[2], uint64_t index) {
 
 // ---- block-wide sums, in an order that the block size alone decides --------------------------------
 struct Exchange {
-    uint64_t warps[32];
+    uint64_t warps[32], bests[32];
     double sums[32];
 };
 
-__device__ inline uint64_t warp_scan(uint64_t v) {  // inclusive
+template <class T>
+__device__ inline T warp_scan(T v) {  // inclusive
 #pragma unroll
     for (int step = 1; step < kWarp; step *= 2) {
-        uint64_t left = __shfl_up_sync(kFull, v, step);
+        T left = __shfl_up_sync(kFull, v, step);
         if (threadIdx.x % kWarp >= step) v += left;
     }
     return v;
@@ -88,7 +90,7 @@ __device__ inline uint64_t block_scan(Exchange& x, uint64_t v, uint64_t& total) 
     if (lane == kWarp - 1) x.warps[warp] = v;
     __syncthreads();
     if (warp == 0) {
-        uint64_t sum = warp_scan(lane < n_warps ? x.warps[lane] : 0);
+        uint64_t sum = warp_scan(lane < n_warps ? x.warps[lane] : uint64_t(0));
         x.warps[lane] = sum;
     }
     __syncthreads();
@@ -103,18 +105,28 @@ __device__ inline uint64_t block_sum(Exchange& x, uint64_t v) {
     return total;
 }
 
-__device__ inline uint64_t block_max(Exchange& x, uint64_t v) {
+__device__ inline uint64_t warp_max(uint64_t v) {
+#if defined(MINFER_SIMT) || __CUDA_ARCH__ >= 800
+    uint32_t high = __reduce_max_sync(kFull, order_of(v));
+    uint32_t low = __reduce_max_sync(kFull, order_of(v) == high ? static_cast<uint32_t>(v) : 0u);
+    return static_cast<uint64_t>(high) << 32 | low;
+#else
 #pragma unroll
     for (int m = 16; m > 0; m >>= 1) {
         uint64_t other = __shfl_xor_sync(kFull, v, m);
         v = v > other ? v : other;
     }
-    if (threadIdx.x % kWarp == 0) x.warps[threadIdx.x / kWarp] = v;
-    __syncthreads();
-    for (int warp = 0; warp < static_cast<int>(blockDim.x) / kWarp; ++warp)
-        v = v > x.warps[warp] ? v : x.warps[warp];
-    __syncthreads();
     return v;
+#endif
+}
+
+// One barrier: a second call needs another before it.
+__device__ inline uint64_t block_max(Exchange& x, uint64_t v) {
+    int lane = threadIdx.x % kWarp;
+    v = warp_max(v);
+    if (lane == 0) x.bests[threadIdx.x / kWarp] = v;
+    __syncthreads();
+    return warp_max(lane < static_cast<int>(blockDim.x) / kWarp ? x.bests[lane] : 0);
 }
 
 __device__ inline double block_sum(Exchange& x, double v) {
@@ -190,32 +202,4 @@ __device__ uint64_t select_key(Selection& s, int n, uint64_t need, KeyAt key_at,
     uint64_t found = s.prefix;
     __syncthreads();
     return found;
-}
-
-constexpr int kMaxTopK = 256;
-struct Shortlist {
-    Selection selection;
-    uint64_t found[kMaxTopK], sorted[kMaxTopK];
-    int count;
-};
-
-// The k <= kMaxTopK largest of key_at(0..n-1), of which at least k are keys, into list.sorted.
-template <class KeyAt>
-__device__ void largest_sorted(Shortlist& list, int n, int k, KeyAt key_at) {
-    auto one = [](uint64_t key) { return static_cast<uint64_t>(key != 0); };
-    uint64_t least = select_key(list.selection, n, k, key_at, one);
-    if (threadIdx.x == 0) list.count = 0;
-    __syncthreads();
-    for (int i = threadIdx.x; i < n; i += blockDim.x) {
-        uint64_t key = key_at(i);
-        if (key >= least) list.found[atomicAdd(&list.count, 1)] = key;
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < k; i += blockDim.x) {
-        uint64_t key = list.found[i];
-        int rank = 0;
-        for (int j = 0; j < k; ++j) rank += list.found[j] > key;
-        list.sorted[rank] = key;
-    }
-    __syncthreads();
 }

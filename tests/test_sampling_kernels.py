@@ -117,6 +117,24 @@ def test_all_candidates_of_a_flat_distribution_can_be_drawn_beyond_a_bins_size(d
     assert draws(device, logits, params, 3) == host_draws(logits, params, 3)
 
 
+@pytest.mark.parametrize("top_k", [20, 200, 256])
+def test_candidates_that_one_block_has_all_of_are_found(device, top_k):
+    """4 blocks take runs of 8 ids in turn; the draw looks at 8 keys of each before it reads on."""
+    logits = np.where(np.arange(1024) // 8 % 4 == 1, 5.0, -5.0) + logits_of(1024, "normal") / 10
+    params = SamplingParams(**{**OFF, "top_k": top_k, "temperature": 2.0})
+    logits = logits.astype(np.float32)
+    assert draws(device, logits, params, 4) == host_draws(logits, params, 4)
+
+
+@pytest.mark.parametrize("top_k", [2, 40, 256])
+@pytest.mark.parametrize("distinct", [1, 2, 5000])
+def test_more_like_candidates_than_there_is_room_for_are_told_apart(device, distinct, top_k):
+    """5,000 logits within 1/128 of the best: all as good as one to the histogram of distances."""
+    logits = (np.arange(5000) * 7 % distinct / 1e6).astype(np.float32)
+    params = SamplingParams(**{**OFF, "top_k": top_k})
+    assert draws(device, logits, params, 3) == host_draws(logits, params, 3)
+
+
 # ---- bias and penalties
 
 PENALTIES = {"repeat_penalty": 1.3, "frequency_penalty": 0.2, "presence_penalty": -0.4}
@@ -299,6 +317,12 @@ def test_the_plan_gives_each_processor_a_run_of_the_vocabulary(n_vocab, sm_count
     blocks, chunk = plan(n_vocab, sm_count)
     assert (blocks, chunk) == want
     assert (blocks - 1) * chunk < n_vocab <= blocks * chunk
+
+
+def test_a_vocabulary_has_at_most_256_blocks():
+    assert plan(1 << 20, 1000) == (256, 4096)
+    with pytest.raises(UsageError, match="n_vocab is 1048577"):
+        plan((1 << 20) + 1, 132)
 
 
 def test_the_path_is_part_of_the_key_and_the_values_are_not(device):

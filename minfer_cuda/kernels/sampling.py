@@ -17,8 +17,8 @@ from minfer_cuda.sampling import SamplingParams, window_counts
 MAX_TOP_K = 256  # of the two-launch path; more candidates, or all, take four launches
 MAX_LOGPROBS = 32
 _CHUNK = 4096  # most logits of a block
+_MAX_BLOCKS = 256  # kMaxLists of cuda/sampling.cu
 _THREADS = 512
-_DRAW_THREADS = 1024
 _BINS_BYTES = 2048 * (8 + 8 + 4 + 4)
 _EXEMPT = -(2**30)  # a count that no number of occurrences makes positive
 
@@ -63,8 +63,13 @@ class Draw:
 
 
 def plan(n_vocab: int, sm_count: int) -> tuple[int, int]:
-    """(blocks, logits of a block). 151,936 on 132 processors: 132 blocks of 1,152."""
-    share = -(-n_vocab // sm_count)
+    """(blocks, logits of a block). 151,936 on 132 processors: 132 blocks of 1,152.
+
+    Raises UsageError for a vocabulary of more than 256 blocks of 4,096.
+    """
+    if n_vocab > _MAX_BLOCKS * _CHUNK:
+        raise UsageError(f"n_vocab is {n_vocab}: the sampler takes up to {_MAX_BLOCKS * _CHUNK}")
+    share = -(-n_vocab // min(sm_count, _MAX_BLOCKS))
     chunk = min(_CHUNK, max(256, -(-share // 32) * 32))
     return -(-n_vocab // chunk), chunk
 
@@ -73,8 +78,8 @@ def instances(types: Sequence[str] = ()) -> list[str]:
     """Every kernel of sampling.cu."""
     shared = [f"{name}<{_THREADS}>" for name in ("adjust_logits", "fill_bins", "scatter_bins")]
     lists = [f"local_top_k<{raw}, {_THREADS}>" for raw in ("false", "true")]
-    single = [f"draw_top_k<{_DRAW_THREADS}>", f"logprobs<{_DRAW_THREADS}>"]
-    return [*lists, *shared, *single, f"draw_bins<{_THREADS}>"]
+    single = [f"{name}<{_THREADS}>" for name in ("draw_top_k", "draw_bins", "logprobs")]
+    return [*lists, *shared, *single]
 
 
 class Sampler:
@@ -199,11 +204,11 @@ class Sampler:
             )
         else:
             self._list("false", logits)
-            self._run(f"draw_top_k<{_DRAW_THREADS}>", 1, self._lists, self._blocks, *tail)
+            self._run(f"draw_top_k<{_THREADS}>", 1, self._lists, self._blocks, *tail)
         if self._n_logprobs:
             self._list("true", logits)
             self._run(
-                f"logprobs<{_DRAW_THREADS}>", 1, logits, self._lists, self._raw_sums, self._blocks,
+                f"logprobs<{_THREADS}>", 1, logits, self._lists, self._raw_sums, self._blocks,
                 self._params, self.state, self.results, shape,
             )  # fmt: skip
 
@@ -227,5 +232,4 @@ class Sampler:
         )  # fmt: skip
 
     def _run(self, name: str, grid: int, *args: DeviceArray | int | ctypes.Structure) -> None:
-        block = _DRAW_THREADS if name.endswith(f"<{_DRAW_THREADS}>") else _THREADS
-        self._device.kernel("sampling", name)(grid, block, *args)
+        self._device.kernel("sampling", name)(grid, _THREADS, *args)
