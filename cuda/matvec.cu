@@ -314,6 +314,8 @@ matvec_gate_up(const uint8_t* gate, const uint8_t* up, Input in, int8_t* qs_out,
     if (qs_out) quantize4(four, blockIdx.x * 32 + l, lane < 8, qs_out, ds_out);
 }
 
+constexpr int kMostPairs = 64;
+
 struct QkvArguments {
     const uint8_t* w[3];    // q (H*E, K), k (G*E, K), v (G*E, K)
     const float* bias[3];   // (H*E), (G*E), (G*E)
@@ -323,6 +325,7 @@ struct QkvArguments {
     float* q;               // (H*E)
     void *k_cache, *v_cache;  // (S, G, E) of this layer
     int heads, kv_heads, head_dim, context;
+    int strips;             // of a block, and as many RoPE partners: a divisor of E / 16
     int part_records[3];
 };
 
@@ -346,25 +349,26 @@ struct PairAddends {
     }
 };
 
-// A block makes a strip of a head and the strip of its RoPE partners, E/2 rows further on: 8 pairs.
+// A block makes `strips` strips of a head and those of their RoPE partners, E/2 rows further on.
 template <class Q, class KV, class In>
-__device__ void project_heads(const QkvArguments& a, int which, int unit) {
-    __shared__ float bias[16];
-    __shared__ float2 rotation[8];
+__device__ void project_heads(const QkvArguments& a, int which, int block) {
+    __shared__ float bias[2 * kMostPairs];
+    __shared__ float2 rotation[kMostPairs];
     float* sums = reinterpret_cast<float*>(shared_bytes());
     Input in = a.in;
     in.part_records = a.part_records[which];
     const Strip<Q> strip(in);
-    const int half = a.head_dim / 16, head = unit / half, t = threadIdx.x;  // strips of half a head
-    const int first = (head * 2 * half + unit % half) * 8 + t, second = first + a.head_dim / 2;
-    const uint8_t* from = a.w[which] + (head * 2 * half + unit % half) * strip.bytes;
-    PairAddends addends{a, bias + 2 * t, rotation + t, which, first, t < 8};
+    const int half = a.head_dim / 16, head = block * a.strips / half, t = threadIdx.x;  // strips of half a head
+    const int strip0 = head * 2 * half + block * a.strips % half, pairs = a.strips * 8, parts = a.strips * strip.parts;
+    const int first = strip0 * 8 + t, second = first + a.head_dim / 2;
+    const uint8_t* from = a.w[which] + strip0 * strip.bytes;
+    PairAddends addends{a, bias + 2 * t, rotation + t, which, first, t < pairs};
     constexpr int kDepth = Q::kWords > 12 ? 1 : Q::kDepth;  // three bodies in one kernel: fewer registers
-    const float scale = part_sums<Q, In, kDepth>(Runs{from, from + half * strip.bytes, strip.parts, 2 * strip.parts}, in, sums,
-                                         row_memory<In>(in, 2 * strip.parts), addends);
-    if (t >= 8) return;
+    const float scale = part_sums<Q, In, kDepth>(Runs{from, from + half * strip.bytes, parts, 2 * parts}, in, sums,
+                                                 row_memory<In>(in, 2 * parts), addends);
+    if (t >= pairs) return;
     const int position = *a.position;
-    const float x0 = __fmul_rn(row_sum<Q>(sums, in, t), scale), x1 = __fmul_rn(row_sum<Q>(sums, in, 8 + t), scale);
+    const float x0 = __fmul_rn(row_sum<Q>(sums, in, t), scale), x1 = __fmul_rn(row_sum<Q>(sums, in, pairs + t), scale);
     const float b0 = bias[2 * t], b1 = bias[2 * t + 1];
     const float2 v = which == 2 ? make_float2(__fadd_rn(x0, b0), __fadd_rn(x1, b1)) : rope_pair(x0, x1, b0, b1, rotation[t]);
     if (which == 0) {
@@ -377,11 +381,12 @@ __device__ void project_heads(const QkvArguments& a, int which, int unit) {
     }
 }
 
-// Launch  grid = (H + 2 G) E / 16 blocks: those of q, then k, then v.
+// Launch  grid = (H + 2 G) E / 16 / strips blocks: those of q, then k, then v.
 template <class Qq, class Qk, class Qv, class KV, class In>
 __global__ void __launch_bounds__(kThreads, kBlocks) matvec_qkv(QkvArguments a) {
     pdl_trigger();
-    const int block = blockIdx.x, q = a.heads * a.head_dim / 16, k = a.kv_heads * a.head_dim / 16;
+    const int block = blockIdx.x, each = 16 * a.strips;
+    const int q = a.heads * a.head_dim / each, k = a.kv_heads * a.head_dim / each;
     if (block < q) {
         project_heads<Qq, KV, In>(a, 0, block);
     } else if (block < q + k) {

@@ -329,7 +329,7 @@ def test_fused_qkv_gives_the_bits_of_three_products_and_rope(
     device: Device, types: str, cache: type
 ) -> None:
     rng = np.random.default_rng(10)
-    heads, kv_heads, head_dim, context, at = 3, 1, 64, 5, 3
+    heads, kv_heads, head_dim, context, at = 3, 1, 64, 5, 3  # two strips of a block on four SMs
     k = 512
     widths = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
     weights, biases = [], []

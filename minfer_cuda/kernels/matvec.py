@@ -15,6 +15,7 @@ from minfer_cuda.kernels.norm import BLOCK
 from minfer_cuda.kernels.rope import CACHE_TYPES
 from minfer_cuda.quants import by_name
 
+_PARTS = 120  # most of a strip; a block's 16 warps share them
 _SHARED_BYTES = 100 * 1024  # of a block: two fit an SM of 227 KiB
 # Of weights that a block streams at least, where there are more strips than blocks at once: more
 # where the block norms its row first.
@@ -39,10 +40,9 @@ def instances(types: Sequence[str]) -> list[str]:
 
 
 def part_records(w: Matrix) -> int:
-    """Records of a part of a strip: a divisor of the strip's, more than one where that leaves 32
-    parts for a block's 16 warps. Depends on the type and K alone, and with it the order of the sum."""
-    divisors = [n for n in (4, 3, 2) if w.records % n == 0 and w.records // n >= 32]
-    return divisors[0] if divisors else 1
+    """Records of a part of a strip: the smallest divisor of the strip's that leaves at most _PARTS
+    parts. Depends on the type and K alone, and with it the order of the sum."""
+    return next(n for n in range(1, w.records + 1) if w.records % n == 0 and w.records // n <= _PARTS)
 
 
 def _sum_bytes(w: Matrix) -> int:
@@ -148,7 +148,7 @@ class _QkvArguments(ctypes.Structure):
         ("bias", ctypes.c_void_p * 3),
         ("input", _Input),
         *[(name, ctypes.c_void_p) for name in ("rope", "position", "q", "k_cache", "v_cache")],
-        *[(name, ctypes.c_int32) for name in ("heads", "kv_heads", "head_dim", "context")],
+        *[(name, ctypes.c_int32) for name in ("heads", "kv_heads", "head_dim", "context", "strips")],
         ("part_records", ctypes.c_int32 * 3),
     ]
 
@@ -179,16 +179,18 @@ def matvec_qkv(
     expect("matvec_qkv", "q", q, (1, heads, head_dim), np.float32)
     expect("matvec_qkv", "v_cache", v_cache, tuple(k_cache.shape), k_cache.dtype)
     row, kind = _input("matvec_qkv", x, weights[0])
+    units = (heads + 2 * kv_heads) * head_dim // 16  # strips with their partners
+    strips = next(n for n in (1, 2, 4) if units <= 2 * n * device.sm_count or n == 4)
     arguments = _QkvArguments(
         tuple(w.data.data.ptr for w in weights),
         tuple(bias.data.ptr for bias in biases),
         row,
         *(array.data.ptr for array in (table, position, q, k_cache, v_cache)),
-        *(heads, kv_heads, head_dim, context),
+        *(heads, kv_heads, head_dim, context, strips),
         tuple(part_records(w) for w in weights),
     )
-    shared = max(_shared("matvec_qkv", 2, w, x) for w in weights)
+    shared = max(_shared("matvec_qkv", 2 * strips, w, x) for w in weights)
     names = ", ".join(str(w.quant.cuda_name) for w in weights)
     cache = CACHE_TYPES[np.dtype(k_cache.dtype).name]
     kernel = device.kernel("matvec", f"matvec_qkv<{names}, {cache}, {kind}>")
-    kernel((heads + 2 * kv_heads) * head_dim // 16, BLOCK, arguments, shared=shared)
+    kernel(units // strips, BLOCK, arguments, shared=shared)
