@@ -1,4 +1,4 @@
-"""Every failure that is not a bug of ours is one of these; the message has the values and a hint."""
+"""Every failure that is not a bug of ours: the message has the values and a hint."""
 
 
 class MinferError(Exception):

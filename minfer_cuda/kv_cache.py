@@ -12,7 +12,7 @@ KV_DTYPES = {"f16": np.float16, "f32": np.float32}
 
 
 def kv_dtype(kv_type: str) -> type:
-    """Raises UsageError for anything but f16 and f32: Qwen2's key biases do not survive fewer bits."""
+    """Raises UsageError for all but f16 and f32: Qwen2's key biases do not survive fewer bits."""
     if kv_type not in KV_DTYPES:
         raise UsageError(f"kv_type is {kv_type}: must be one of {', '.join(KV_DTYPES)}")
     return KV_DTYPES[kv_type]

@@ -12,8 +12,10 @@ from minfer_cuda.kernels import Device, DeviceArray
 from minfer_cuda.kernels.attention import scratch as attention_scratch
 from minfer_cuda.kernels.layouts import Activations, padded
 from minfer_cuda.kernels.matmul import ARRIVALS, PARTIALS
+from minfer_cuda.kernels.matmul_f16 import ARRIVALS as F16_ARRIVALS
+from minfer_cuda.kernels.matmul_f16 import PARTIALS as F16_PARTIALS
 
-FFN_ROWS = 512  # tokens whose gate and up lie side by side in float32 at a time
+FFN_BYTES = 128 << 20  # most of gate and up side by side in float32, where they are made apart
 
 Shape = tuple[tuple[int, ...], type]
 
@@ -25,8 +27,20 @@ class Sizes:
     rows: int  # B: most tokens of a step
     context: int  # S
     floats: bool  # some matrices are float types and read float32 activations
-    q8: bool  # some are quantised and read q8
+    quantised: bool  # some are quantised
+    q8_rows: int  # most tokens of a step whose quantised products read q8; with more they read f16
+    split_ffn: bool  # some f16 step has gate and up apart: float types, or two types
     sm_count: int
+
+    @property
+    def f16(self) -> bool:
+        """Whether long steps read f16 activations."""
+        return self.quantised and self.rows > self.q8_rows
+
+    @property
+    def rows_apart(self) -> int:
+        """Most tokens of a step whose gate and up are made apart."""
+        return self.rows if self.split_ffn or not self.f16 else self.q8_rows
 
 
 def shapes(c: Qwen2Config, s: Sizes) -> dict[str, Shape]:
@@ -35,15 +49,17 @@ def shapes(c: Qwen2Config, s: Sizes) -> dict[str, Shape]:
     partials, arrivals = attention_scratch(
         b, c.n_heads, c.n_kv_heads, c.head_dim, s.context, s.sm_count
     )
+    products = max(PARTIALS, F16_PARTIALS if s.f16 else 0) if b > 1 else 1
+    ffn_rows = min(s.rows_apart, max(1, FFN_BYTES // (8 * c.d_ffn)))
     table: dict[str, Shape] = {
         "tokens": ((b,), np.int32),
         "position": ((1,), np.int32),  # of the first token of a prefill
         "x": ((b, d), np.float32),  # the residual stream
         "qkv": ((b, heads + 2 * c.kv_width), np.float32),
         "q": ((b, c.n_heads, c.head_dim), np.float32),
-        "gate_up": ((min(b, FFN_ROWS), 2 * c.d_ffn), np.float32),
-        "partials": ((PARTIALS if b > 1 else 1,), np.float32),  # of products split along K
-        "arrivals": ((ARRIVALS,), np.int32),
+        "gate_up": ((ffn_rows, 2 * c.d_ffn), np.float32),
+        "partials": ((products,), np.float32),  # of products split along K
+        "arrivals": ((max(ARRIVALS, F16_ARRIVALS),), np.int32),
         "normed.scale": ((b,), np.float32),
         "attention_partials": ((max(1, partials),), np.float32),
         "attention_arrivals": ((max(1, arrivals),), np.int32),
@@ -51,13 +67,18 @@ def shapes(c: Qwen2Config, s: Sizes) -> dict[str, Shape]:
     for name, width in (("normed", d), ("mix", heads), ("neurons", c.d_ffn)):
         if s.floats:
             table[f"{name}.x"] = ((b, width), np.float32)
-        if s.q8:
-            table[f"{name}.qs"] = ((b, padded(width)), np.int8)
-            table[f"{name}.ds"] = ((b, padded(width) // 32), np.uint64)
+        if s.quantised:
+            few = min(b, s.q8_rows)
+            table[f"{name}.qs"] = ((few, padded(width)), np.int8)
+            table[f"{name}.ds"] = ((few, padded(width) // 32), np.uint64)
+        if s.f16:
+            table[f"{name}.h"] = ((b, padded(width)), np.float16)
+            table[f"{name}.hs"] = ((b,), np.float32)
     return table
 
 
 def workspace_bytes(c: Qwen2Config, s: Sizes) -> int:
+    """Of all buffers together."""
     return sum(
         math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in shapes(c, s).values()
     )
@@ -67,6 +88,7 @@ class Workspace:
     """The buffers of `shapes`, by name. Counters start at zero and every launch leaves them so."""
 
     def __init__(self, device: Device, c: Qwen2Config, s: Sizes):
+        self._q8_rows = s.q8_rows
         self._arrays: dict[str, DeviceArray] = {
             name: (device.zeros if "arrivals" in name else device.empty)(shape, dtype)
             for name, (shape, dtype) in shapes(c, s).items()
@@ -76,10 +98,13 @@ class Workspace:
         return self._arrays[name]
 
     def activations(self, name: str, rows: int) -> Activations:
-        """The first `rows` rows of an activation buffer, in the forms that the model reads."""
+        """The first `rows` rows of an activation buffer, in the forms that products of so
+        many rows read."""
 
         def part(form: str) -> DeviceArray | None:
             array = self._arrays.get(f"{name}.{form}")
             return None if array is None else array[:rows]
 
+        if rows > self._q8_rows:
+            return Activations(part("x"), None, None, part("h"), part("hs"))
         return Activations(part("x"), part("qs"), part("ds"), scale=part("scale"))

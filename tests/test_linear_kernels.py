@@ -82,7 +82,7 @@ def nan(device: Device, *shape: int) -> object:
 
 
 def reference(w: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Product with q8 activations in float64, and the sum of magnitudes that bounds its rounding."""
+    """Product with q8 activations in float64, and the magnitudes that bound its rounding."""
     q, d = q8_of(x)
     values = (q.reshape(q.shape[0], -1, 32) * d[..., None].astype(np.float64)).reshape(q.shape)
     values = values[:, : w.shape[1]]
@@ -189,7 +189,10 @@ def test_matvec_equals_float64(device: Device, quant: QuantType, n: int) -> None
     )  # fmt: skip
     exact, magnitude = reference(w, x)
     error = np.abs(device.download(y) - (exact[0] + bias + residual))
-    assert np.all(error <= bound(magnitude, w, x, quant)[0] + 4 * EPS * np.abs(bias) + 4 * EPS * np.abs(residual))
+    assert np.all(
+        error
+        <= bound(magnitude, w, x, quant)[0] + 4 * EPS * np.abs(bias) + 4 * EPS * np.abs(residual)
+    )
 
 
 @pytest.mark.parametrize("records", [6, 13])
@@ -214,7 +217,9 @@ ON_GPU = pytest.mark.gpu  # the other types' row counts take the shim too long
 @pytest.mark.parametrize(
     ("quant", "tokens"),
     [
-        pytest.param(q, t, id=f"{q.name}-{t}", marks=() if q.name in FAMILIES or t in (2, 17) else ON_GPU)
+        pytest.param(
+            q, t, id=f"{q.name}-{t}", marks=() if q.name in FAMILIES or t in (2, 17) else ON_GPU
+        )
         for q in QUANTISED
         for t in ROW_COUNTS
     ],
@@ -276,10 +281,15 @@ def test_float_products_equal_float64(device: Device, quant: QuantType, tokens: 
     residual = rng.standard_normal((tokens, n)).astype(np.float32)
     y = nan(device, tokens, n)
     activations = Activations(device.upload(x), None, None)
-    matmul_float(device, upload(device, quant, raw, k), activations, y, residual=device.upload(residual))
+    matmul_float(
+        device, upload(device, quant, raw, k), activations, y, residual=device.upload(residual)
+    )
     exact = x.astype(np.float64) @ w.T + residual
     magnitude = np.abs(x) @ np.abs(w).T
-    assert np.all(np.abs(device.download(y) - exact) <= (k / 32 + 8) * EPS * magnitude + 4 * EPS * np.abs(residual))
+    assert np.all(
+        np.abs(device.download(y) - exact)
+        <= (k / 32 + 8) * EPS * magnitude + 4 * EPS * np.abs(residual)
+    )
 
 
 def unnormed_row(device: Device, rng: np.random.Generator, k: int) -> tuple[Unnormed, Activations]:
@@ -302,11 +312,15 @@ def test_a_product_that_norms_its_row_gives_the_bits_of_norm_and_product(
     plain, fused = nan(device, n), nan(device, n)
     matvec(device, w, apart, plain)
     matvec(device, w, row, fused)
-    assert np.array_equal(device.download(plain).view(np.uint32), device.download(fused).view(np.uint32))
+    assert np.array_equal(
+        device.download(plain).view(np.uint32), device.download(fused).view(np.uint32)
+    )
 
 
 @pytest.mark.parametrize("quant", QUANTISED, ids=ids)
-def test_fused_gate_up_gives_the_bits_of_two_products_and_swiglu(device: Device, quant: QuantType) -> None:
+def test_fused_gate_up_gives_the_bits_of_two_products_and_swiglu(
+    device: Device, quant: QuantType
+) -> None:
     rng = np.random.default_rng(9)
     f, k = 160, columns(quant)
     gate, up = (upload(device, quant, random_weights(rng, quant, f, k)[0], k) for _ in range(2))

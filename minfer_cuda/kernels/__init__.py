@@ -47,7 +47,7 @@ class Device(Protocol):
         """Device memory that can be allocated."""
 
     def kernel(self, stem: str, name: str) -> Kernel:
-        """The instance `name` of cuda/<stem>.cu, compiled (or taken from the cache) on first use."""
+        """The instance `name` of cuda/<stem>.cu, compiled or from the cache on first use."""
 
     def compile(self, kernels: Sequence[tuple[str, str]]) -> None:
         """Compile many (stem, name) pairs at once, on threads, with progress when it takes long."""

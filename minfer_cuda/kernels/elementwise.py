@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from minfer_cuda.kernels import Device, DeviceArray
-from minfer_cuda.kernels.checks import expect
+from minfer_cuda.kernels.checks import expect, expect_halves
 from minfer_cuda.kernels.layouts import Activations, ceil_div
 
 _BLOCK = 256
@@ -15,6 +15,7 @@ _VALUES = 4 * _BLOCK  # of a block
 
 
 def instances(types: Sequence[str] = ()) -> list[str]:
+    """Every kernel of cuda/elementwise.cu."""
     return ["swiglu", "quantize", "add"]
 
 
@@ -23,10 +24,12 @@ def swiglu(device: Device, gate_up: DeviceArray, out: Activations) -> None:
     tokens, width = gate_up.shape
     f = width // 2
     expect("swiglu", "gate_up", gate_up, (tokens, 2 * f), np.float32)
+    if out.h is not None:
+        expect_halves("swiglu", out, tokens, f)
     flat = gate_up.reshape(-1)
     grid = (ceil_div(ceil_div(f, 128) * 128, _VALUES), tokens)
     kernel = device.kernel("elementwise", "swiglu")
-    kernel(grid, _BLOCK, flat, flat[f:], width, out.qs, out.ds, out.x, f)
+    kernel(grid, _BLOCK, flat, flat[f:], width, out.qs, out.ds, out.h, out.hs, out.x, f)
 
 
 def quantize(device: Device, x: DeviceArray, out: Activations) -> None:

@@ -12,6 +12,7 @@ from minfer_cuda.kernels.layouts import Matrix
 
 
 def instances(types: Sequence[str]) -> list[str]:
+    """Every instance of cuda/embed.cu for these types."""
     return [f"embed<{name}>" for name in types]
 
 

@@ -11,6 +11,7 @@ from minfer_cuda.quants import QuantType
 
 
 def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up."""
     return -(-a // b)
 
 

@@ -1,4 +1,4 @@
-"""Many rows of activations times a quantised matrix: prefill's linear layers. See cuda/matmul.cu."""
+"""Rows of q8 activations times a quantised matrix, by int8 products. See cuda/matmul.cu."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ ARRIVALS = 4096  # most tiles of a split call
 
 
 def instances(types: Sequence[str]) -> list[str]:
+    """Every instance of cuda/matmul.cu for these types."""
     return [
         instance(by_name(name), Plan(tile, stages, 1))
         for name in types
@@ -77,6 +78,7 @@ def plan(
 
 
 def instance(quant: QuantType, how: Plan) -> str:
+    """The kernel of a plan."""
     return f"matmul<{quant.cuda_name}, Tokens{how.tile}, {how.stages}>"
 
 

@@ -15,6 +15,7 @@ from minfer_cuda.quants import by_name
 
 
 def instances(types: Sequence[str]) -> list[str]:
+    """Every instance of cuda/matmul_float.cu for these types."""
     return [f"matmul_float<{name}>" for name in types if by_name(name).block_size == 1]
 
 

@@ -42,7 +42,9 @@ def instances(types: Sequence[str]) -> list[str]:
 def part_records(w: Matrix) -> int:
     """Records of a part of a strip: the smallest divisor of the strip's that leaves at most _PARTS
     parts. Depends on the type and K alone, and with it the order of the sum."""
-    return next(n for n in range(1, w.records + 1) if w.records % n == 0 and w.records // n <= _PARTS)
+    return next(
+        n for n in range(1, w.records + 1) if w.records % n == 0 and w.records // n <= _PARTS
+    )
 
 
 def _sum_bytes(w: Matrix) -> int:
@@ -113,8 +115,8 @@ def matvec(
     bias: DeviceArray | None = None,
     residual: DeviceArray | None = None,
 ) -> None:
-    """y = w x (+ bias) (+ residual). x one row of K, q8 or not normed yet; y, residual (N,) float32,
-    may be the same array; bias (N,)."""
+    """y = w x (+ bias) (+ residual). x one row of K, q8 or not normed yet; y and residual (N,)
+    float32, may be the same array; bias (N,)."""
     row, kind = _input("matvec", x, w)
     for name, array in (("y", y), ("bias", bias), ("residual", residual)):
         if array is not None:
@@ -148,7 +150,10 @@ class _QkvArguments(ctypes.Structure):
         ("bias", ctypes.c_void_p * 3),
         ("input", _Input),
         *[(name, ctypes.c_void_p) for name in ("rope", "position", "q", "k_cache", "v_cache")],
-        *[(name, ctypes.c_int32) for name in ("heads", "kv_heads", "head_dim", "context", "strips")],
+        *[
+            (name, ctypes.c_int32)
+            for name in ("heads", "kv_heads", "head_dim", "context", "strips")
+        ],
         ("part_records", ctypes.c_int32 * 3),
     ]
 

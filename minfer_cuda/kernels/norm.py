@@ -14,6 +14,7 @@ BLOCK = 512  # kNormThreads
 
 
 def instances(types: Sequence[str] = ()) -> list[str]:
+    """Every kernel of cuda/norm.cu."""
     return ["rms_norm"]
 
 

@@ -13,6 +13,7 @@ from minfer_cuda.quants import QuantType, by_name
 
 
 def instances(types: Sequence[str]) -> list[str]:
+    """Every instance of cuda/repack.cu for these types."""
     return [f"repack<{name}>" for name in types if by_name(name).block_size > 1]
 
 

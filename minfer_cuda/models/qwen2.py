@@ -1,6 +1,7 @@
 """Qwen2, written once: the CPU path, eager CUDA and the captured graph all run this function.
 
-    x ─ norm ─ q,k,v + bias ─ RoPE ─ KV store ─ attention ─ o ─(+x)─ norm ─ gate,up ─ SwiGLU ─ down ─(+)─
+    x ─ norm ─ q,k,v + bias ─ RoPE ─ KV store ─ attention ─ o ─(+x)─
+      ─ norm ─ gate,up ─ SwiGLU ─ down ─(+)─
 
 Values are named as nnterp names them, so that a tap can be read by people who know those names.
 """

@@ -34,6 +34,8 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class ModelWeights:
+    """A whole model."""
+
     token_embd: Weight  # (V, D)
     layers: tuple[LayerWeights, ...]
     output_norm: Weight  # (D)

@@ -17,6 +17,7 @@ from minfer_cuda.errors import ContextFullError, NumericsError, OutOfMemoryError
 from minfer_cuda.gguf import GGUFFile, TensorInfo
 from minfer_cuda.kernels import Device, DeviceArray
 from minfer_cuda.kernels.layouts import Matrix, matrix_bytes
+from minfer_cuda.kernels.matmul_f16 import with_peak
 from minfer_cuda.kernels.read import read_bandwidth
 from minfer_cuda.kernels.repack import repack
 from minfer_cuda.kernels.sampling import Draw, Sampler
@@ -24,6 +25,8 @@ from minfer_cuda.kv_cache import KVCache, kv_bytes
 from minfer_cuda.models.qwen2 import Qwen2, Tap
 from minfer_cuda.ops import ModelWeights
 from minfer_cuda.ops.cuda_ops import CudaOps, Step
+from minfer_cuda.prefill import VARIABLE, most_int8_rows
+from minfer_cuda.quants import QuantType
 from minfer_cuda.rope import rope_tables
 from minfer_cuda.sampling import SamplingParams
 from minfer_cuda.weights import load_weights, model_tensors
@@ -72,14 +75,7 @@ class CudaRunner:
         self.config = config
         self._device: Device = device
         self._kv_type = kv_type
-        matrices = _matrices(file, config)
-        self._sizes = Sizes(
-            rows=self.n_batch,
-            context=n_ctx,
-            floats=any(info.quant.block_size == 1 for info in matrices),
-            q8=any(info.quant.block_size > 1 for info in matrices),
-            sm_count=device.sm_count,
-        )
+        self._sizes = _sizes(file, config, device, self.n_batch, n_ctx)
         self._check_memory(file, device)
         self._weights = load_weights(
             file, config, self._upload, cuda=True, progress=progress, notice=notify
@@ -96,7 +92,8 @@ class CudaRunner:
         raw = self._device.upload(data)
         if info.quant.block_size == 1:
             return Matrix(info.quant, rows, cols, raw)
-        return repack(self._device, info.quant, raw, rows, cols)
+        matrix = repack(self._device, info.quant, raw, rows, cols)
+        return with_peak(self._device, matrix) if self._sizes.f16 else matrix
 
     def _prepare(self, config: Qwen2Config, n_ctx: int, kv_type: str) -> None:
         device = self._device
@@ -128,11 +125,13 @@ class CudaRunner:
         }
 
     def describe(self) -> str:
-        """One line: device, bytes on it by purpose, cache type."""
+        """One line: device, bytes on it by purpose, cache type, and what serves prompts."""
+        prompts = f"f16 above {self._sizes.q8_rows} tokens" if self._sizes.f16 else "int8"
+        prompts = f"; prompts {prompts}" if self._sizes.quantised else ""
         parts = ", ".join(f"{name} {n / MIB:,.0f} MiB" for name, n in self.memory().items())
         return (
             f"{self._device.name} (sm_{self._device.arch}): {parts}; "
-            f"{self.n_ctx} positions in {self._kv_type}"
+            f"{self.n_ctx} positions in {self._kv_type}{prompts}"
         )
 
     def prefill(self, ids: Sequence[int], start: int, n_out: int = 1) -> None:
@@ -262,8 +261,9 @@ class CudaRunner:
         fits = min(self.config.n_ctx_train, (free - fixed) // each)
         hint = f"--n-ctx {fits} would fit" if fits > 0 else "the weights alone do not fit"
         raise OutOfMemoryError(
-            f"{device.name}: {needed / MIB:,.0f} MiB needed (weights {weights / MIB:,.0f}, KV cache "
-            f"{cache / MIB:,.0f} for {self.n_ctx} positions), {free / MIB:,.0f} MiB free: {hint}"
+            f"{device.name}: {needed / MIB:,.0f} MiB needed (weights {weights / MIB:,.0f}, "
+            f"KV cache {cache / MIB:,.0f} for {self.n_ctx} positions), {free / MIB:,.0f} MiB free: "
+            f"{hint}"
         )
 
 
@@ -273,6 +273,27 @@ def _matrices(file: GGUFFile, config: Qwen2Config) -> list[TensorInfo]:
     if not config.tied_embeddings:
         names.remove("token_embd.weight")
     return [file.tensors[name] for name in names]
+
+
+def _sizes(file: GGUFFile, config: Qwen2Config, device: Device, rows: int, context: int) -> Sizes:
+    types = [info.quant for info in _matrices(file, config)]
+    floats = any(quant.block_size == 1 for quant in types)
+    int8_rows = most_int8_rows(device.arch, os.environ.get(VARIABLE))
+
+    def quant_of(layer: int, name: str) -> QuantType:
+        return file.tensors[f"blk.{layer}.{name}.weight"].quant
+
+    layers = range(config.n_layers)
+    unlike = any(quant_of(i, "ffn_gate") != quant_of(i, "ffn_up") for i in layers)
+    return Sizes(
+        rows=rows,
+        context=context,
+        floats=floats,
+        quantised=any(quant.block_size > 1 for quant in types),
+        q8_rows=rows if int8_rows is None else min(rows, int8_rows),
+        split_ffn=floats or unlike,
+        sm_count=device.sm_count,
+    )
 
 
 def _device_bytes(info: TensorInfo) -> int:
