@@ -73,9 +73,6 @@ struct F16Arguments {
     int waves, whole, units;        // whole waves and their tiles; units of the tiles that are left
 };
 
-// Activations of SwiGLU are stored divided by this: f16 holds up to 4.2e6, exact to 2e-6.
-constexpr float kNeuronScale = 64.0f;
-
 // ---- sharing out the work ---------------------------------------------------------------------------
 __device__ inline int first_unit(const F16Arguments& a, int block) {
     return static_cast<int64_t>(a.units) * block / gridDim.x;

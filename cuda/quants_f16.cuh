@@ -133,14 +133,15 @@ __device__ inline void load_words(typename Q::Lane& l, const uint8_t* planes, in
     }
     if (b == 0) {
         if constexpr (Q::kHigh == 1) l.h[0][0] = Shared::get4(planes + Q::kLowBytes + lane * 4);
-        if constexpr (Q::kHigh == 2) {
-            const uint2 v = Shared::get8(planes + Q::kLowBytes + lane * 8);
-            l.h[0][0] = v.x, l.h[0][1] = v.y;
-        }
     }
+    if constexpr (Q::kHigh == 2)  // as late as may be: sm_120 would spill
+        if (b % 2 == 0) l.h[0][b / 2] = Shared::get4(planes + Q::kLowBytes + lane * 8 + b * 2);
 }
 
 // ---- activations ------------------------------------------------------------------------------------
+// Activations of SwiGLU are stored divided by this: f16 holds up to 4.2e6, exact to 2e-6.
+constexpr float kNeuronScale = 64.0f;
+
 // Values k..k+3 of a row (k % 4 == 0) times `by`, where half_offset has them.
 __device__ inline void store_halves(uint8_t* row, int k, float4 v, float by) {
     const uint32_t low = __half_as_ushort(__float2half_rn(__fmul_rn(v.x, by))) |

@@ -16,6 +16,7 @@ from minfer_cuda.errors import ContextFullError, OutOfMemoryError, UnsupportedMo
 from minfer_cuda.gguf import GGUFFile
 from minfer_cuda.graph import StepGraphs
 from minfer_cuda.kernels import Device
+from minfer_cuda.prefill import F16_ARCHS, INT8_ROWS, most_int8_rows
 from minfer_cuda.runners.cuda_runner import CudaRunner
 from minfer_cuda.runners.numpy_runner import NumpyRunner
 from minfer_cuda.sampling import SamplingParams
@@ -40,7 +41,9 @@ def steps_of(device: Any, graphs: bool) -> Any:
     return StepGraphs(device) if graphs else Eager()
 
 
-def runner_of(device: Device, path: Path, *, n_ctx: int = 24, graphs: bool = False, **options: Any) -> CudaRunner:
+def runner_of(
+    device: Device, path: Path, *, n_ctx: int = 24, graphs: bool = False, **options: Any
+) -> CudaRunner:
     file = GGUFFile.open(path)
     config = Qwen2Config.from_gguf(file)
     return CudaRunner(device, file, config, n_ctx, steps=steps_of(device, graphs), **options)
@@ -62,7 +65,9 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def floats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     types = {"attn_q": "F16", "ffn_up": "BF16", "default": "F32"}
     path = tmp_path_factory.mktemp("floats") / "floats.gguf"
-    return write_gguf(path, types=types, tied=True, output_bias=True, heads=2, kv_heads=1, head_dim=128)
+    return write_gguf(
+        path, types=types, tied=True, output_bias=True, heads=2, kv_heads=1, head_dim=128
+    )
 
 
 def relative(a: np.ndarray, b: np.ndarray) -> float:
@@ -79,7 +84,9 @@ def test_float_weights_agree_with_the_cpu_path(device: Device, floats: Path) -> 
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "f32"])
-def test_quantised_weights_agree_with_the_cpu_path(device: Device, mixed: Path, kv_type: str) -> None:
+def test_quantised_weights_agree_with_the_cpu_path(
+    device: Device, mixed: Path, kv_type: str
+) -> None:
     """int8 activations in groups of 32 carry 0.8 % of noise each; two layers and a head have nine
     of them on the way: 0.8 % * sqrt(9) and a margin of two."""
     runner = runner_of(device, mixed, kv_type=kv_type)
@@ -87,6 +94,51 @@ def test_quantised_weights_agree_with_the_cpu_path(device: Device, mixed: Path, 
     assert relative(runner.logits(3), cpu_logits(mixed, IDS[:-1], 3)) < 0.05
     runner.prefill(IDS[-1:], len(IDS) - 1)
     assert relative(runner.logits(), cpu_logits(mixed, IDS, 1)) < 0.05
+
+
+@pytest.mark.parametrize(
+    "types", [MIXED, MIXED | {"ffn_up": "Q5_0", "attn_q": "F16"}], ids=["alike", "apart"]
+)
+def test_f16_products_agree_with_the_cpu_path(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, types: dict[str, str]
+) -> None:
+    """Weights and activations rounded to f16 carry at most 0.05 % of noise each, weights with a
+    minimum three times that: of nine products 0.2 % * sqrt(9), a sixth of what int8 may have. Gate
+    and up in one launch, and where their types are two, apart."""
+    monkeypatch.setenv("MINFER_PREFILL", "f16")
+    path = write_gguf(tmp_path / "f16.gguf", types=types)
+    runner = runner_of(device, path, n_batch=len(IDS))
+    assert "prompts f16 above 1 tokens" in runner.describe()
+    for n_out in (1, 3):  # the last block's one row, or several
+        runner.prefill(IDS, 0, n_out)
+        assert relative(runner.logits(n_out), cpu_logits(path, IDS, n_out)) < 0.008
+
+
+def test_long_prompts_take_f16_where_the_card_is_fast_at_it(
+    device: Device, mixed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One token more than int8 serves, against int8: both within their bounds of the truth."""
+    prompt = (IDS + IDS)[: INT8_ROWS + 1]
+    results = []
+    for path in ("int8", "" if device.arch in F16_ARCHS else "f16"):
+        monkeypatch.setenv("MINFER_PREFILL", path)
+        runner = runner_of(device, mixed, n_batch=len(prompt))
+        runner.prefill(prompt, 0)
+        results.append((runner.describe(), runner.logits()))
+    (int8, a), (f16, b) = results
+    assert "prompts int8" in int8 and "prompts f16" in f16
+    assert not np.array_equal(a, b) and relative(a, b) < 0.058
+
+
+def test_the_path_of_a_prompt_follows_from_the_card_unless_forced(
+    device: Device, mixed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert [most_int8_rows(arch) for arch in (75, 86, 89, 120)] == [None] * 4
+    assert [most_int8_rows(arch) for arch in F16_ARCHS] == [INT8_ROWS] * 3
+    assert most_int8_rows(90, "int8") is None and most_int8_rows(75, "f16") == 1
+    monkeypatch.setenv("MINFER_PREFILL", "fp16")
+    with pytest.raises(UsageError, match="MINFER_PREFILL is 'fp16': expected int8 or f16"):
+        runner_of(device, mixed)
 
 
 def test_fused_decode_gives_the_bits_of_unfused(
@@ -107,7 +159,9 @@ def greedy(engine: Engine, n: int, prompt: list[int] = IDS) -> list[int]:
     return [token.id for token in engine.generate(prompt, GREEDY, n)]
 
 
-def test_greedy_tokens_are_the_argmax_of_the_logits_they_came_from(device: Device, mixed: Path) -> None:
+def test_greedy_tokens_are_the_argmax_of_the_logits_they_came_from(
+    device: Device, mixed: Path
+) -> None:
     engine = Engine(runner_of(device, mixed), Qwen2Config.from_gguf(GGUFFile.open(mixed)))
     tokens = greedy(engine, 5)
     check = runner_of(device, mixed)
@@ -128,7 +182,9 @@ def test_a_tap_sees_every_layer_and_changes_no_token(device: Device, mixed: Path
 
     runner.forward(IDS, 0, len(IDS), tap)
     for layer in range(2):
-        total = seen["layer_input", layer] + seen["attention_output", layer] + seen["mlp_output", layer]
+        total = (
+            seen["layer_input", layer] + seen["attention_output", layer] + seen["mlp_output", layer]
+        )
         assert np.allclose(total, seen["layer_output", layer], rtol=1e-5, atol=1e-6)
     assert np.array_equal(seen["logits", None], runner.logits(len(IDS)))
 

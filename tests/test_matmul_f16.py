@@ -13,7 +13,6 @@ from minfer_cuda.kernels.matmul_f16 import (
     ARRIVALS,
     NARROW,
     PARTIALS,
-    SQUARE,
     TILES,
     Tile,
     gate_up_f16,

@@ -15,13 +15,14 @@ from minfer_cuda.kernels.elementwise import add, swiglu
 from minfer_cuda.kernels.embed import embed
 from minfer_cuda.kernels.layouts import Activations, Matrix, Unnormed
 from minfer_cuda.kernels.matmul import matmul
+from minfer_cuda.kernels.matmul_f16 import gate_up_f16, matmul_f16
 from minfer_cuda.kernels.matmul_float import matmul_float
 from minfer_cuda.kernels.matvec import matvec, matvec_gate_up, matvec_qkv
 from minfer_cuda.kernels.norm import rms_norm
 from minfer_cuda.kernels.rope import rope_store
 from minfer_cuda.kv_cache import KVCache
 from minfer_cuda.ops import LayerWeights
-from minfer_cuda.workspace import FFN_ROWS, Workspace
+from minfer_cuda.workspace import Workspace
 
 Rows = DeviceArray | Activations
 Normed = Activations | Unnormed  # what rms_norm gives: rows, or a row that its consumer will norm
@@ -57,6 +58,7 @@ class CudaOps:
         self.fuse_qkv = fuse_qkv
         self.fuse_ffn = fuse_ffn
         self._buffers = workspace
+        self._scratch = {name: workspace[name] for name in ("partials", "arrivals")}
         self._cache = cache
         self._table = rope_table
         self._qkv_biases = qkv_biases
@@ -104,9 +106,7 @@ class CudaOps:
             self._product(rows, w, projected, column=column)
             column += w.rows
         bias = self._qkv_biases[index]
-        rope_store(
-            self.device, projected, bias, self._table, self._step.position, q, keys, values
-        )
+        rope_store(self.device, projected, bias, self._table, self._step.position, q, keys, values)
         return q
 
     def attention(self, q: DeviceArray, index: int) -> Activations:
@@ -116,15 +116,13 @@ class CudaOps:
         how = attention_plan(q.shape[0], *sizes)
         attention(
             self.device, how, q, keys, self._cache.values(index), self._step.position,
-            out=out.x, qs=out.qs, ds=out.ds,
+            out=out.x, qs=out.qs, ds=out.ds, h=out.h, hs=out.hs,
             partials=self._buffers["attention_partials"],
             arrivals=self._buffers["attention_arrivals"],
         )  # fmt: skip
         return out
 
-    def linear(
-        self, x: Normed, weight: Matrix, bias: DeviceArray | None = None
-    ) -> DeviceArray:
+    def linear(self, x: Normed, weight: Matrix, bias: DeviceArray | None = None) -> DeviceArray:
         tokens = 1 if isinstance(x, Unnormed) else x.tokens
         key = (weight.rows, tokens == 1)
         held = self._results.get(key)
@@ -154,13 +152,16 @@ class CudaOps:
             x = self._rows(x)
         tokens = x.tokens
         out = self._buffers.activations("neurons", tokens)
-        for start in range(0, tokens, FFN_ROWS):
-            part = slice(start, min(start + FFN_ROWS, tokens))
-            both = self._buffers["gate_up"][: part.stop - part.start]
-            rows = x.rows(part.start, part.stop)
+        if self.fuse_ffn and x.h is not None and out.x is None and gate.quant == up.quant:
+            gate_up_f16(self.device, gate, up, x, out, **self._scratch)
+            return out
+        apart = self._buffers["gate_up"]
+        for start in range(0, tokens, len(apart)):
+            stop = min(start + len(apart), tokens)
+            both, rows = apart[: stop - start], x.rows(start, stop)
             self._product(rows, gate, both)
             self._product(rows, up, both, column=gate.rows)
-            swiglu(self.device, both, out.rows(part.start, part.stop))
+            swiglu(self.device, both, out.rows(start, stop))
         return out
 
     def tail(self, x: Rows, n: int) -> Rows:
@@ -181,12 +182,15 @@ class CudaOps:
         """y[:, column : column + N] = x w^T (+ bias) (+ residual)."""
         if w.is_float:
             matmul_float(self.device, w, x, y, column=column, bias=bias, residual=residual)
+        elif x.h is not None:
+            matmul_f16(
+                self.device, w, x, y, column=column, bias=bias, residual=residual, **self._scratch
+            )
         elif x.tokens == 1:
             row = y.reshape(-1)[column : column + w.rows]
             added = None if residual is None else residual.reshape(-1)[column : column + w.rows]
             matvec(self.device, w, x, row, bias=bias, residual=added)
         else:
             matmul(
-                self.device, w, x, y, column=column, bias=bias, residual=residual,
-                partials=self._buffers["partials"], arrivals=self._buffers["arrivals"],
-            )  # fmt: skip
+                self.device, w, x, y, column=column, bias=bias, residual=residual, **self._scratch
+            )
