@@ -1,6 +1,6 @@
 // Attention: out[t, h] = softmax(q[t, h] k^T / sqrt(E)) v, causal.
 //   attention<KV, E>                64 rows a block: prefill
-//   attention_decode<KV, E, WARPS>  16 rows a block: one token, or a few
+//   attention_decode<KV, E, WARPS>  8 rows a block: one token, or a few
 //   q         (T, H, E) float, rotated          k, v  (S, G, E) KV, one layer: __half or float
 //   position  int32 in device memory: the position of token 0; token t sees keys 0..*position + t
 //   out       (T, H*E) float; qs (T, Kp), ds (T, Kp/32): the same in layout 1; h (T, Kp), hs (T): as
@@ -28,6 +28,7 @@
 //         (H200), 0.5B 8.4 MB -> 1.95 us. Prefill 4*T*S*H*E operations, half of them masked: 7B,
 //         2,048 tokens 30 GFLOP a layer -> 49 us at 608 TFLOP/s.
 #include "attention.cuh"
+#include "attention_decode.cuh"
 #include "q8.cuh"
 #include "quants_f16.cuh"
 
@@ -42,25 +43,21 @@ template <int E>
 struct Prefill {
     static constexpr int kThreads = ::kThreads;
     static constexpr int kRows = 64, kSlots = 1;  // warps that share rows
+    static constexpr int kStride = E + 8;
     static constexpr int kStages = 2;
     static constexpr int kSharedBytes = kStages * 2 * kKeys * E * 2;
 };
 
-// The decode's block: 16 rows, which all warps share, each over key tiles of its own.
+// The decode's block: 8 rows, which all warps share, each over key tiles of its own.
 template <int E, int WARPS>
 struct Decode {
     static constexpr int kThreads = WARPS * kWarp;
-    static constexpr int kRows = 16, kSlots = WARPS;
+    static constexpr int kRows = kHeads, kSlots = WARPS;
+    static constexpr int kStride = E + 4;
     static constexpr int kDepth = WARPS == 8 || E == 64 ? 2 : 1;  // tiles of a warp under way
-    // Twice 128 registers a thread fit beside a block of the product before. (sm_75 compiles 8 warps,
-    // but has no room for their tiles; there the bound would spill.)
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-    static constexpr int kBlocks = 1;
-#else
-    static constexpr int kBlocks = WARPS == 8 ? 2 : 3;
-#endif
-    static constexpr int kTile = 2 * kWarpKeys * E;  // halves: keys, values
-    static constexpr int kQueries = WARPS * kDepth * kTile;
+    static constexpr int kTile = 2 * kWarpKeys * E;               // halves: keys, values
+    static constexpr int kTurn = kWarpKeys * kRows;               // of a warp: its weights
+    static constexpr int kTurns = WARPS * kDepth * kTile, kQueries = kTurns + WARPS * kTurn;
     static constexpr int kSharedBytes = (kQueries + kRows * E) * 2;
 };
 
@@ -68,9 +65,8 @@ constexpr int kMaxSplits = 128;
 
 template <int E, class Tile>
 struct Sums {
-    // Rows of sums in shared memory lie 8 words apart from a multiple of 32: fragments are written
-    // without bank conflicts.
-    static constexpr int kStride = E + 8, kStats = Tile::kSlots * Tile::kRows * kStride;
+    // Rows of sums in shared memory lie kStride apart: fragments are written without bank conflicts.
+    static constexpr int kStats = Tile::kSlots * Tile::kRows * Tile::kStride;
     static_assert(E == 64 || E == 128, "head dims of the family");
     static_assert(Tile::kSlots > 4 || Tile::kSharedBytes <= 65536, "all that sm_75 has");
     static_assert((kStats + Tile::kSlots * Tile::kRows * 2) * 4 <= Tile::kSharedBytes, "of all warps");
@@ -165,7 +161,7 @@ __device__ inline float4 combine_warps(const float* sums, const float2* stats, i
         const int slot = w * Tile::kRows + row;
         const float weight = exp2_fast(stats[slot].x - base);
         sum = fmaf(stats[slot].y, weight, sum);
-        add_scaled(v, sums + slot * Sums<E, Tile>::kStride + dim, weight);
+        add_scaled(v, sums + slot * Tile::kStride + dim, weight);
     }
     *stat = make_float2(top, sum);
     return v;
@@ -263,13 +259,13 @@ struct Scratch {
 
 // From the warps' sums in shared memory to the result, or to this split's partials and, in the last
 // block of the row tile to arrive, from all of them to the result.
-template <int E, class Tile>
-__device__ inline void finish(const Rows<E>& rows, int slot, int active, const Place& place,
+template <int E, class Tile, class Rows>
+__device__ inline void finish(const Rows& rows, int slot, int active, const Place& place,
                               const Output& output, const Scratch& scratch) {
     __syncthreads();  // the stages are free
     float* sums = reinterpret_cast<float*>(shared_bytes());
     float2* stats = reinterpret_cast<float2*>(sums + Sums<E, Tile>::kStats);
-    store_rows(rows, sums + slot * Sums<E, Tile>::kStride, stats + slot, Sums<E, Tile>::kStride);
+    store_rows(rows, sums + slot * Tile::kStride, stats + slot, Tile::kStride);
     __syncthreads();
 
     const int64_t tile_id = static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x;
@@ -289,7 +285,7 @@ __device__ inline void finish(const Rows<E>& rows, int slot, int active, const P
             emit<E>(output, place, row, dim, scaled(sum, 1.0f / stat.y), valid);
         } else if (valid) {
             const int at = blockIdx.z * Tile::kRows + row;
-            *reinterpret_cast<float4*>(part_sums + static_cast<int64_t>(at) * E + dim) = sum;
+            reinterpret_cast<float4*>(part_sums)[at * (E / 4) + dim / 4] = sum;
             if (dim == 0) part_stats[at] = stat;
         }
     }
@@ -336,7 +332,6 @@ __global__ void __launch_bounds__(kThreads, E == 64 ? 3 : 2)
     uint32_t packed[E / 16][4];
     pack_queries<E>(packed, queries);
     Rows<E> rows;
-    rows.halves = 2;
     start_rows(rows, place, first, position);
     for (int tile = work.begin; tile < work.end; ++tile) {
         copy_async_wait<Tile::kStages - 2>();
@@ -377,7 +372,7 @@ struct Ring {
 __device__ inline int read_position(const int* at) { return *static_cast<const volatile int*>(at); }
 
 template <typename KV, int E, int WARPS>
-__global__ void __launch_bounds__(WARPS * kWarp, Decode<E, WARPS>::kBlocks)
+__global__ void __launch_bounds__(WARPS * kWarp, 2)
     attention_decode(const float* q, const KV* k, const KV* v, const int* position_at, float* out,
                      int8_t* qs, GroupScale* ds, uint8_t* h, float* hs, float* partials,
                      int* arrivals, AttentionShape shape) {
@@ -419,9 +414,9 @@ __global__ void __launch_bounds__(WARPS * kWarp, Decode<E, WARPS>::kBlocks)
     if (work.begin >= work.end) return;
     __syncthreads();
 
-    Rows<E> rows;
-    rows.halves = place.rows > 8 ? 2 : 1;
-    start_rows(rows, place, 0, position);
+    Columns<E> columns;
+    load_columns(columns, shared + Tile::kQueries);
+    start_columns(columns, place, position);
     for (int tile = work.begin + warp, n = 0; tile < work.end; tile += WARPS, ++n) {
         const bool newest = (tile + 1) * kWarpKeys > position;
         if (newest)
@@ -430,15 +425,15 @@ __global__ void __launch_bounds__(WARPS * kWarp, Decode<E, WARPS>::kBlocks)
             copy_async_wait<Tile::kDepth - 1>();
         __syncwarp();
         const __half* keys = ring.slot(n);
-        float s[2][4];
-        scores_own<E>(s, shared + Tile::kQueries, keys);
-        if (newest) mask<E, kWarpKeys>(s, rows, tile * kWarpKeys);
-        weigh<E, kWarpKeys>(s, rows);
-        add_values<E, kWarpKeys>(rows, s, keys + kWarpKeys * E);
+        float s[4];
+        score_keys(s, columns, keys);
+        if (newest) mask_keys(s, columns, tile * kWarpKeys);
+        weigh_keys(s, columns);
+        add_keys(columns, s, shared + Tile::kTurns + warp * Tile::kTurn, keys + kWarpKeys * E);
         __syncwarp();  // the slot has been read by all
         ring.add(work, n + Tile::kDepth);
         copy_async_commit();
     }
-    finish<E, Tile>(rows, warp * Tile::kRows, work.active, place, Output{out, qs, ds, h, hs},
+    finish<E, Tile>(columns, warp * Tile::kRows, work.active, place, Output{out, qs, ds, h, hs},
                     Scratch{partials, arrivals});
 }

@@ -1,12 +1,11 @@
-// Attention, what a warp does: stage key tiles in shared memory, 16 query rows against a tile's
-// keys, running softmax. attention.cu has the shapes and the order of things.
+// Attention, what a warp of the prefill does: stage key tiles in shared memory, 16 query rows against a
+// tile's keys, running softmax. attention.cu has the shapes and the order of things.
 #pragma once
 
 #include "common.cuh"
 
 constexpr int kThreads = 128;  // of a block of the prefill
 constexpr int kKeys = 64;      // keys of a tile of the prefill
-constexpr int kWarpKeys = 16;  // keys of a tile of the decode: a warp's own
 constexpr float kLog2e = 1.4426950408889634f;
 
 __device__ inline float minus_infinity() { return __uint_as_float(0xff800000u); }
@@ -58,25 +57,6 @@ __device__ inline void stage_tile(__half* tile, const KV* head, int first, int l
         copy_chunk(to + step * E, from + step * stride, first + row + step < length);
 }
 
-// A warp's own tile: its keys, then its values; those at or past `length` become zeros. A lane copies
-// the same chunks of a slot each time.
-template <typename KV, int E>
-__device__ inline void stage_own(__half* slot, const KV* k, const KV* v, int tile, int length,
-                                 int64_t stride) {
-    constexpr int kChunks = E / 8, kStep = kWarp / kChunks;
-    const int lane = threadIdx.x % kWarp, chunk = lane % kChunks;
-    const int first = tile * kWarpKeys + lane / kChunks;
-    const int64_t offset = first * stride + chunk * 8;
-    k += offset;
-    v += offset;
-#pragma unroll
-    for (int row = 0; row < kWarpKeys; row += kStep) {
-        __half* at = slot + tile_offset<E>(row + lane / kChunks, chunk);
-        copy_chunk(at, k + row * stride, first + row < length);
-        copy_chunk(at + kWarpKeys * E, v + row * stride, first + row < length);
-    }
-}
-
 // The rows of a tile: (token, head of the group) pairs of one kv head.
 struct Place {
     int first_row, rows;       // of all T*R; `rows` of the tile exist
@@ -98,7 +78,6 @@ struct Rows {
     float o[E / 8][4];     // sums of weights * v: d fragments
     float top[2], sum[2];  // of rows lane/4 and lane/4 + 8; `sum` is this lane's share
     int query[2];          // their positions
-    int halves;            // 1: rows 8-15 do not exist
 };
 
 template <int E>
@@ -157,36 +136,6 @@ __device__ inline void pack_queries(uint32_t packed[E / 16][4], const Queries<E>
     }
 }
 
-// The 16 rows that a block shares, to shared memory as rows of a key tile lie. What needs no data is
-// done at construction, before the wait.
-template <int E, int THREADS>
-struct SharedQueries {
-    static constexpr int kEach = 16 * (E / 4) / THREADS;
-    int64_t from[kEach];  // of four values, below zero: the row does not exist
-
-    __device__ explicit SharedQueries(const Place& place) {
-#pragma unroll
-        for (int n = 0; n < kEach; ++n) {
-            const int i = threadIdx.x + n * THREADS, row = i / (E / 4);
-            from[n] = row < place.rows ? place.index(row) * E + i % (E / 4) * 4 : -1;
-        }
-    }
-    __device__ void stage(__half* to, const float* q) const {
-        float4 x[kEach];
-#pragma unroll
-        for (int n = 0; n < kEach; ++n)
-            x[n] = from[n] < 0 ? make_float4(0.0f, 0.0f, 0.0f, 0.0f)
-                               : *reinterpret_cast<const float4*>(q + from[n]);
-        const float scale = query_scale<E>();
-#pragma unroll
-        for (int n = 0; n < kEach; ++n) {
-            const int i = threadIdx.x + n * THREADS, row = i / (E / 4), dim = i % (E / 4) * 4;
-            *reinterpret_cast<uint2*>(to + tile_offset<E>(row, dim / 8) + dim % 8) = make_uint2(
-                pack_half2(x[n].x * scale, x[n].y * scale), pack_half2(x[n].z * scale, x[n].w * scale));
-        }
-    }
-};
-
 // s = q k^T over the KEYS keys of a tile, with the A fragments of q.
 template <int E, int KEYS>
 __device__ inline void scores(float s[KEYS / 8][4], const uint32_t q[E / 16][4],
@@ -207,31 +156,6 @@ __device__ inline void scores(float s[KEYS / 8][4], const uint32_t q[E / 16][4],
     }
 }
 
-// The same over a warp's own 16 keys, with q from shared memory: even and odd steps are summed apart,
-// which halves the chain of products that wait for one another.
-template <int E>
-__device__ inline void scores_own(float s[2][4], const __half* q, const __half* tile) {
-    const int lane = threadIdx.x % kWarp;
-    float odd[2][4];
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-        s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
-        odd[n][0] = odd[n][1] = odd[n][2] = odd[n][3] = 0.0f;
-    }
-#pragma unroll
-    for (int step = 0; step < E / 16; ++step) {
-        uint32_t a[4], k[4];
-        load_matrices<false>(a, q + tile_offset<E>(lane % 16, step * 2 + lane / 16));
-        load_matrices<false>(
-            k, tile + tile_offset<E>(lane / 16 * 8 + lane % 8, step * 2 + lane / 8 % 2));
-        float(*sum)[4] = step % 2 ? odd : s;
-        mma_f16(sum[0], a, k);
-        mma_f16(sum[1], a, k + 2);
-    }
-#pragma unroll
-    for (int i = 0; i < 8; ++i) s[i / 4][i % 4] += odd[i / 4][i % 4];
-}
-
 // Hide the keys behind each row's query; `key` is the position of the first.
 template <int E, int KEYS>
 __device__ inline void mask(float s[KEYS / 8][4], const Rows<E>& rows, int key) {
@@ -249,7 +173,6 @@ template <int E, int KEYS>
 __device__ inline void weigh(float s[KEYS / 8][4], Rows<E>& rows) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        if (half >= rows.halves) break;  // their weights are any numbers, and nobody reads the sums
         float top = rows.top[half];
 #pragma unroll
         for (int n = 0; n < KEYS / 8; ++n)
@@ -301,7 +224,6 @@ __device__ inline void store_rows(const Rows<E>& rows, float* sums, float2* stat
     const int lane = threadIdx.x % kWarp;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        if (half >= rows.halves) break;
         const int row = lane / 4 + 8 * half;
         float sum = rows.sum[half];
         sum += __shfl_xor_sync(kFull, sum, 1);

@@ -270,14 +270,14 @@ def test_a_position_that_moves_before_the_wait_is_taken_as_it_is_after(moved: in
 
 
 def test_plans_fill_the_card_and_never_more_than_the_context() -> None:
-    assert plan(1, 14, 2, 64, 16384, 132) == Plan(2, 64, 1, 16, 66, 512, 128)
-    assert plan(1, 28, 4, 128, 16384, 132) == Plan(4, 128, 1, 16, 33, 512, 128)
+    assert plan(1, 14, 2, 64, 16384, 132) == Plan(2, 64, 1, 8, 66, 512, 128)
+    assert plan(1, 28, 4, 128, 16384, 132) == Plan(4, 128, 1, 8, 33, 512, 128)
     assert plan(1, 28, 4, 128, 1024, 132).splits == 8
     assert plan(1, 14, 2, 64, 512, 132).splits == 1
     assert plan(1, 2, 1, 64, 2**20, 132).splits == MAX_SPLITS
     assert plan(2048, 28, 4, 128, 16384, 132) == Plan(4, 128, 224, 64, 1, 256, 256)
     assert plan(1, 14, 2, 64, 512, 132).partials == 0
-    assert plan(1, 14, 2, 64, 1024, 132).partials == 2 * 8 * 16 * 66
+    assert plan(1, 14, 2, 64, 1024, 132).partials == 2 * 8 * 8 * 66
     for head_dim in (64, 128):
         assert plan(1, 14, 2, head_dim, 1024, 132).shared_bytes(4) <= 65536
         assert plan(512, 14, 2, head_dim, 1024, 132).shared_bytes(4) <= 65536
@@ -309,7 +309,7 @@ def test_wrong_arguments_are_named_with_what_was_expected(device: Device) -> Non
         )
     with pytest.raises(KernelError, match="expected out, or qs and ds, or h"):
         attention(device, case.plan(), q, k, v, position)
-    with pytest.raises(KernelError, match="partials is missing, expected 2112 or more float32"):
+    with pytest.raises(KernelError, match="partials is missing, expected 1056 or more float32"):
         attention(device, case.plan(splits=2), q, k, v, position, out=out)
     with pytest.raises(KernelError, match="does not fit 1 tokens"):
         attention(device, replace(case.plan(), row_tiles=2), q, k, v, position, out=out)

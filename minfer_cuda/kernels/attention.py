@@ -15,8 +15,8 @@ from minfer_cuda.kernels.rope import CACHE_TYPES
 
 HEAD_DIMS = (64, 128)
 MAX_SPLITS = 128  # kMaxSplits of the kernel
-PREFILL_ROWS, DECODE_ROWS = 64, 16  # of a row tile
-_DECODE_MOST = 32  # rows of a kv head up to which tiles of 16 are taken
+PREFILL_ROWS, DECODE_ROWS = 64, 8  # of a row tile
+_DECODE_MOST = 32  # rows of a kv head up to which tiles of 8 are taken
 _PREFILL_BLOCKS = 2  # an SM, aimed at; a block streams tiles of 64 keys through two stages
 _PREFILL_KEYS = 256  # that a split takes at least
 _DECODE_BLOCKS = 1  # an SM: beside it a block of the product before or after fits
@@ -40,7 +40,7 @@ class Plan:
     kv_heads: int
     head_dim: int
     row_tiles: int
-    rows: int  # of a tile: 16 (attention_decode) or 64 (attention)
+    rows: int  # of a tile: 8 (attention_decode) or 64 (attention)
     splits: int  # most runs of keys; how many have work follows from the position
     alone_keys: int  # up to so many keys one split takes all
     min_keys: int  # else each takes at least so many
@@ -50,11 +50,13 @@ class Plan:
         return (self.kv_heads, self.row_tiles, self.splits)
 
     def shared_bytes(self, warps: int) -> int:
-        """Keys and values under way in float16, and 16 rows of q: kSharedBytes of the kernel."""
+        """Keys and values under way in float16; in decode also each warp's 16 x 8 weights and 8
+        rows of q: kSharedBytes of the kernel."""
         if self.rows == PREFILL_ROWS:
             return 2 * 2 * 64 * self.head_dim * 2
         depth = 2 if warps == 8 or self.head_dim == 64 else 1
-        return (warps * depth * 2 * 16 + DECODE_ROWS) * self.head_dim * 2
+        rows = warps * depth * 2 * 16 + DECODE_ROWS
+        return rows * self.head_dim * 2 + warps * 16 * DECODE_ROWS * 2
 
     @property
     def partials(self) -> int:
@@ -73,8 +75,8 @@ def plan(
 ) -> Plan:
     """The cut for T tokens on a card: keys are split where row tiles alone do not fill the SMs.
 
-    T=1 on 132 SMs, S 16,384: 0.5B (H 14, G 2, E 64) 1 row tile of 16, 66 splits; 7B (28, 4, 128)
-    1 of 16, 33. T=2,048: 7B 224 of 64, 1.
+    T=1 on 132 SMs, S 16,384: 0.5B (H 14, G 2, E 64) 1 row tile of 8, 66 splits; 7B (28, 4, 128)
+    1 of 8, 33. T=2,048: 7B 224 of 64, 1.
     """
     rows_in_all = tokens * (heads // kv_heads)
     decode = rows_in_all <= _DECODE_MOST
