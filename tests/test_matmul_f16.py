@@ -8,6 +8,7 @@ from test_linear_kernels import QUANTISED, columns, ids, nan, random_weights, up
 
 from minfer_cuda.errors import KernelError
 from minfer_cuda.kernels import Device
+from minfer_cuda.kernels.elementwise import swiglu
 from minfer_cuda.kernels.layouts import Activations, Matrix, padded
 from minfer_cuda.kernels.matmul_f16 import (
     ARRIVALS,
@@ -21,6 +22,7 @@ from minfer_cuda.kernels.matmul_f16 import (
     plan,
     with_peak,
 )
+from minfer_cuda.kernels.norm import rms_norm
 from minfer_cuda.quants import QuantType, by_name
 
 EPS = 2.0**-23
@@ -86,6 +88,38 @@ def test_halved_rows_are_rounded_once_and_scaled_by_a_power_of_two(device: Devic
     assert np.all(np.abs(values - x) <= np.maximum(HALF * np.abs(x), smallest))
     largest = np.abs(h).max(-1)
     assert np.all((largest[[0, 3, 4, 5]] >= 2**14) & (largest[[0, 3, 4, 5]] <= 2**15))
+
+
+@pytest.mark.parametrize("k", [32, 416, 2080])
+def test_normed_rows_are_rounded_once_and_fill_the_range(device: Device, k: int) -> None:
+    rng = np.random.default_rng(3)
+    x = rng.standard_normal((4, k)).astype(np.float32) * 7
+    x[1] *= 1e4
+    x[2] *= 1e-12
+    x[3] = 0
+    weight = rng.standard_normal(k).astype(np.float32)
+    out = Activations.empty(device, 4, k, f16=True)
+    rms_norm(device, device.upload(x), device.upload(weight), out, 1e-6)
+    h = unpermute(device.download(out.h)).astype(np.float64)
+    assert not h[:, k:].any() and not h[3].any()
+    largest = np.abs(h[:3]).max(-1)
+    assert np.all((largest >= 2**14) & (largest <= 2**15))
+    x64 = x.astype(np.float64)
+    exact = x64 / np.sqrt((x64**2).mean(-1, keepdims=True) + 1e-6) * weight
+    scale = device.download(out.hs)[:, None].astype(np.float64)
+    error = np.abs(h[:, :k] * scale - exact)
+    assert np.all(error <= (HALF + (k / 8 + 8) * EPS) * np.abs(exact) + scale * 2.0**-25)
+
+
+def test_swiglu_gives_the_f16_form_that_fused_products_give(device: Device) -> None:
+    rng = np.random.default_rng(4)
+    gate_up = device.upload(rng.standard_normal((3, 2 * 160)).astype(np.float32) * 4)
+    out = Activations.empty(device, 3, 160, floats=True, f16=True)
+    swiglu(device, gate_up, out)
+    h = unpermute(device.download(out.h))
+    assert np.array_equal(h[:, :160], (device.download(out.x) / 64).astype(np.float16))
+    assert not h[:, 160:].any()
+    assert np.array_equal(device.download(out.hs), np.full(3, 64.0))
 
 
 @pytest.mark.parametrize("quant", QUANTISED, ids=ids)
