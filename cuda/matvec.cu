@@ -151,11 +151,11 @@ struct Runs {
 
 // Partial sums of every part: sums[part * 8 + row of its strip]. The first loads start before the wait
 // for the input. `addends.before`, `.early` and `.late` start asynchronous copies of what the end will
-// need: before the wait, after it, and once more when that has arrived. Returns the row's factor, behind
-// a barrier and with all that in shared memory.
+// need: before the wait, after it, and once more when that has arrived. Ends with a barrier, all that and
+// `partial`, from which In::factor makes the row's factor, in shared memory.
 template <class Q, class In, int Depth = Q::kDepth, class Addends>
-__device__ float part_sums(const Runs& runs, const Input& in, float* sums, char* row_memory, Addends& addends) {
-    __shared__ float partial[kWarps];
+__device__ void part_sums(const Runs& runs, const Input& in, float* sums, float* partial, char* row_memory,
+                          Addends& addends) {
     const int lane = threadIdx.x % kWarp;
     const int warp = __shfl_sync(kFull, threadIdx.x / kWarp, 0);  // the same for all lanes, and known to be
     const int records = ceil_div(in.k, Q::kRecK), strip_parts = records / in.part_records;
@@ -210,7 +210,6 @@ __device__ float part_sums(const Runs& runs, const Input& in, float* sums, char*
     }
     copy_async_wait<0>();
     __syncthreads();
-    return In::factor(in, partial);
 }
 
 // Row `row` of the block, counted over its strips, of what part_sums left.
@@ -263,15 +262,17 @@ struct RowAddends {
 template <class Q, class In>
 __global__ void __launch_bounds__(kThreads, kBlocks) matvec(const uint8_t* w, Input in, Output out, int strips) {
     pdl_trigger();
-    __shared__ float bias[kThreads], residual[kThreads];
+    __shared__ float bias[kThreads], residual[kThreads], partial[kWarps];
     float* sums = reinterpret_cast<float*>(shared_bytes());
     const Strip<Q> strip(in);
     const int first = blockIdx.x * strips, count = min(strips, ceil_div(out.n, 8) - first), t = threadIdx.x;
     const int row0 = first * 8, rows = min(count * 8, out.n - row0);
     const uint8_t* from = w + first * strip.bytes;
     RowAddends addends{out, bias + t, residual + t, row0 + t, t < rows};
-    const float scale = part_sums<Q, In>(Runs{from, from, 0, count * strip.parts}, in, sums,
-                                         row_memory<In>(in, strips * strip.parts), addends);
+    part_sums<Q, In>(Runs{from, from, 0, count * strip.parts}, in, sums, partial,
+                     row_memory<In>(in, strips * strip.parts), addends);
+    if (t >= rows) return;
+    const float scale = In::factor(in, partial);
     for (int r = t; r < rows; r += kThreads) {
         float v = __fmul_rn(row_sum<Q>(sums, in, r), scale);
         if (out.bias) v = __fadd_rn(v, r == t ? bias[t] : out.bias[row0 + r]);
@@ -293,14 +294,16 @@ template <class Q, class In>
 __global__ void __launch_bounds__(kThreads, kBlocks)
 matvec_gate_up(const uint8_t* gate, const uint8_t* up, Input in, int8_t* qs_out, GroupScale* ds_out, float* y, int n) {
     pdl_trigger();
+    __shared__ float partial[kWarps];
     float* sums = reinterpret_cast<float*>(shared_bytes());
     const Strip<Q> strip(in);
     const int strips = ceil_div(n, 8), first = min(static_cast<int>(blockIdx.x) * 4, strips - 1);
     const int count = min(4, strips - first), parts = count * strip.parts;
     const Runs runs{gate + first * strip.bytes, up + first * strip.bytes, parts, 2 * parts};
     Nothing nothing;
-    const float scale = part_sums<Q, In>(runs, in, sums, row_memory<In>(in, 8 * strip.parts), nothing);
+    part_sums<Q, In>(runs, in, sums, partial, row_memory<In>(in, 8 * strip.parts), nothing);
     if (threadIdx.x >= kWarp) return;
+    const float scale = In::factor(in, partial);
     const int lane = threadIdx.x, neuron = blockIdx.x * 32 + lane;
     float v = 0.0f;
     if (neuron < n) {
@@ -354,6 +357,7 @@ template <class Q, class KV, class In>
 __device__ void project_heads(const QkvArguments& a, int which, int block) {
     __shared__ float bias[2 * kMostPairs];
     __shared__ float2 rotation[kMostPairs];
+    __shared__ float partial[kWarps];
     float* sums = reinterpret_cast<float*>(shared_bytes());
     Input in = a.in;
     in.part_records = a.part_records[which];
@@ -364,9 +368,10 @@ __device__ void project_heads(const QkvArguments& a, int which, int block) {
     const uint8_t* from = a.w[which] + strip0 * strip.bytes;
     PairAddends addends{a, bias + 2 * t, rotation + t, which, first, t < pairs};
     constexpr int kDepth = Q::kWords > 12 ? 1 : Q::kDepth;  // three bodies in one kernel: fewer registers
-    const float scale = part_sums<Q, In, kDepth>(Runs{from, from + half * strip.bytes, parts, 2 * parts}, in, sums,
-                                                 row_memory<In>(in, 2 * parts), addends);
+    part_sums<Q, In, kDepth>(Runs{from, from + half * strip.bytes, parts, 2 * parts}, in, sums, partial,
+                             row_memory<In>(in, 2 * parts), addends);
     if (t >= pairs) return;
+    const float scale = In::factor(in, partial);
     const int position = *a.position;
     const float x0 = __fmul_rn(row_sum<Q>(sums, in, t), scale), x1 = __fmul_rn(row_sum<Q>(sums, in, pairs + t), scale);
     const float b0 = bias[2 * t], b1 = bias[2 * t + 1];

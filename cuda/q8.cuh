@@ -13,15 +13,15 @@ struct Quad {
 // whose reciprocal would overflow, is zeros. A group with a NaN gets d = NaN, so that it is reported
 // and not lost.
 __device__ inline Quad quantize_quad(float4 v) {
-    float amax = fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
-    int nan = v.x != v.x || v.y != v.y || v.z != v.z || v.w != v.w;
+    // |v| as unsigned integers are in the order of their values, NaN above all
+    const uint32_t x = __float_as_uint(fabsf(v.x)), y = __float_as_uint(fabsf(v.y));
+    const uint32_t z = __float_as_uint(fabsf(v.z)), w = __float_as_uint(fabsf(v.w));
+    uint32_t most = max(max(x, y), max(z, w));
 #pragma unroll
-    for (int m = 1; m < 8; m <<= 1) {
-        amax = fmaxf(amax, __shfl_xor_sync(kFull, amax, m));
-        nan |= __shfl_xor_sync(kFull, nan, m);
-    }
+    for (int m = 1; m < 8; m <<= 1) most = max(most, __shfl_xor_sync(kFull, most, m));
+    float amax = __uint_as_float(most);
     if (amax < 1e-35f) amax = 0.0f;
-    const float inverse = amax > 0.0f ? __fdiv_rn(127.0f, amax) : 0.0f;
+    const float inverse = amax == 0.0f ? 0.0f : __fdiv_rn(127.0f, amax);
     const int q[4] = {__float2int_rn(__fmul_rn(v.x, inverse)), __float2int_rn(__fmul_rn(v.y, inverse)),
                       __float2int_rn(__fmul_rn(v.z, inverse)), __float2int_rn(__fmul_rn(v.w, inverse))};
     int sum = q[0] + q[1] + q[2] + q[3];
@@ -31,7 +31,7 @@ __device__ inline Quad quantize_quad(float4 v) {
     Quad out;
     out.word = (q[0] & 0xff) | (q[1] & 0xff) << 8 | (q[2] & 0xff) << 16 |
                static_cast<uint32_t>(q[3] & 0xff) << 24;
-    out.scale.d = nan ? __int_as_float(0x7fffffff) : __fmul_rn(amax, 1.0f / 127.0f);
+    out.scale.d = __fmul_rn(amax, 1.0f / 127.0f);
     out.scale.lo = static_cast<int16_t>(sum);  // right in the group's first lane
     out.scale.hi = static_cast<int16_t>(other);
     return out;

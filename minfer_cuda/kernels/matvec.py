@@ -17,9 +17,7 @@ from minfer_cuda.quants import by_name
 
 _PARTS = 120  # most of a strip; a block's 16 warps share them
 _SHARED_BYTES = 100 * 1024  # of a block: two fit an SM of 227 KiB
-# Of weights that a block streams at least, where there are more strips than blocks at once: more
-# where the block norms its row first.
-_BLOCK_BYTES = {"Quantised": 64 * 1024, "Normed": 256 * 1024}
+_NORMED_BYTES = 256 * 1024  # of weights, where a block norms its row first: worth its while
 _INPUTS = ("Quantised", "Normed")
 
 Row = Activations | Unnormed
@@ -64,11 +62,13 @@ def _shared(kernel: str, strips: int, w: Matrix, x: Row) -> int:
 
 
 def _strips(w: Matrix, kind: str, sm_count: int) -> int:
-    """Strips of a block of matvec: one while two blocks an SM hold them all, else enough to be
-    worth a block, and no more than its sums have room for."""
+    """Strips of a block of matvec, so that two blocks an SM hold all of them at once, or, where each
+    norms its row, enough to be worth a block; no more than its sums have room for."""
     strips = ceil_div(w.rows, 8)
-    worth = _BLOCK_BYTES[kind] * strips // w.data.nbytes
-    return max(1, min(ceil_div(strips, 2 * sm_count), worth, _SHARED_BYTES // 2 // _sum_bytes(w)))
+    each = ceil_div(strips, 2 * sm_count)
+    if kind == "Normed":
+        each = min(each, max(1, _NORMED_BYTES * strips // w.data.nbytes))
+    return min(each, _SHARED_BYTES // 2 // _sum_bytes(w))
 
 
 class _Input(ctypes.Structure):
