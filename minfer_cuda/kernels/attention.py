@@ -141,7 +141,8 @@ def attention(
     0 sits. Results, at least one of: out (T, H*E) float32; the same as q8 activations (layout 1),
     qs (T, Kp) int8 and ds (T, Kp/32) of 8 bytes, Kp = H*E rounded up to 128; as f16 activations, h
     (T, Kp) float16 and hs (T,) float32. Scratch where how.splits > 1: `partials` float32 and
-    `arrivals` int32, of how.partials and how.arrivals elements. Raises KernelError for any other shape or dtype.
+    `arrivals` int32, of how.partials and how.arrivals elements. Raises KernelError for any other
+    shape or dtype.
     """
     tokens, heads, head_dim = q.shape
     context, kv_heads, _ = k_cache.shape
