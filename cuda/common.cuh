@@ -136,7 +136,7 @@ __device__ inline float load_coherent(const float* p) {
 // Asynchronous copy of 16 bytes to shared memory; `valid` false writes zeros. sm_75 copies at once.
 __device__ inline void copy_async16(void* shared, const void* global, bool valid = true) {
 #ifdef MINFER_SIMT
-    simt_copy_async16(shared, valid ? global : nullptr);
+    simt_copy_async(shared, valid ? global : nullptr, 16);
 #elif __CUDA_ARCH__ >= 800
     uint32_t s = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
     int bytes = valid ? 16 : 0;
@@ -149,7 +149,9 @@ __device__ inline void copy_async16(void* shared, const void* global, bool valid
 // The same for 4 or 8 bytes.
 template <class T>
 __device__ inline void copy_async(T* shared, const T* global) {
-#if !defined(MINFER_SIMT) && __CUDA_ARCH__ >= 800
+#ifdef MINFER_SIMT
+    simt_copy_async(shared, global, sizeof(T));
+#elif __CUDA_ARCH__ >= 800
     uint32_t s = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(s), "l"(global), "n"(sizeof(T))
                  : "memory");

@@ -122,6 +122,27 @@ def test_a_pointer_in_a_structure_gives_access_to_its_allocation_and_no_more():
         kernel(1, 1, Pair(array.data.ptr, 5), out)
 
 
+@pytest.mark.parametrize(
+    "body",
+    ["*out = n / *out;", "*out = deep(n);"],
+    ids=["division by zero", "endless recursion"],
+)
+def test_a_kernel_that_crashes_is_named_and_the_device_goes_on(body):
+    device = device_for(
+        """
+        __device__ __noinline__ int deep(int n) {
+            volatile int frame[64]; frame[n % 64] = n; return deep(n + 1) + frame[n % 64]; }
+        __global__ void k(int* out, int n) { BODY }
+        __global__ void fine(int* out) { *out = 7; }""".replace("BODY", body)
+    )
+    array = device.zeros(1, np.int32)
+    with pytest.raises(SimtError, match="k: crash: signal") as caught:
+        device.kernel("sample", "k")(1, 1, array, 5)
+    assert "sample.cu:3" in caught.value.places or "sample.cu:2" in caught.value.places
+    device.kernel("sample", "fine")(1, 1, array)
+    assert device.download(array)[0] == 7
+
+
 LAST_BLOCK = """
 __global__ void k(int* partial, int* arrived, int* out) {
     __shared__ bool last;
@@ -155,9 +176,9 @@ def test_blocks_may_exchange_through_a_fence_and_an_atomic():
 COPY = """
 __global__ void k(const uint4* a, uint4* out) {
     __shared__ uint4 tile[64];
-    simt_copy_async16(tile + threadIdx.x, a + threadIdx.x);
+    simt_copy_async(tile + threadIdx.x, a + threadIdx.x, 16);
     simt_copy_async_commit();
-    simt_copy_async16(tile + 32 + threadIdx.x, a + 32 + threadIdx.x);
+    simt_copy_async(tile + 32 + threadIdx.x, a + 32 + threadIdx.x, 16);
     simt_copy_async_commit();
     simt_copy_async_wait(1);
     __syncthreads();

@@ -29,6 +29,7 @@ _KINDS = (
     "divergence",
     "barrier",
     "forbidden",
+    "crash",
 )
 _MAX_THREADS = 1024
 _lock = threading.Lock()  # the runtime runs one launch at a time
@@ -36,8 +37,8 @@ _lock = threading.Lock()  # the runtime runs one launch at a time
 
 class SimtError(KernelError):
     """What a kernel did wrong. `kind` is one of out of bounds, misaligned, uninitialised, race,
-    divergence, barrier, forbidden; `places` are source places, innermost first (`matvec.cu:88`);
-    `other_places` those of a race's first access."""
+    divergence, barrier, forbidden, crash; `places` are source places, innermost first
+    (`matvec.cu:88`), `other_places` those of a race's first access."""
 
     def __init__(self, message: str, kind: str, places: list[str], other_places: list[str]):
         super().__init__(message)
@@ -74,12 +75,14 @@ def _is_structure(value: Any, size: int) -> bool:
     return isinstance(value, ctypes.Structure) and ctypes.sizeof(value) == size
 
 
-def _check_array(array: np.ndarray, pointee: str, wrong: str) -> None:
+def _check_array(array: SimtArray, pointee: str, checks: bool, wrong: str) -> None:
     """Raises KernelError for an array that a GPU would read wrongly or not at all."""
     if not array.flags.c_contiguous:
         raise KernelError(f"{wrong} is not contiguous")
     if not holds(array):
         raise KernelError(f"{wrong} is not a device array")
+    if checks and array.nbytes and not array.allocation.writes.size:
+        raise KernelError(f"{wrong} comes from a device without checks")
     fitting = _POINTEES.get(pointee, (array.dtype,))
     if array.dtype.itemsize > 1 and array.dtype not in fitting:  # bytes may hold anything
         expected = np.dtype(fitting[0]).name
@@ -87,10 +90,12 @@ def _check_array(array: np.ndarray, pointee: str, wrong: str) -> None:
 
 
 def range_of(allocation: Allocation, address: int, nbytes: int) -> Range:
-    """The bytes, with their shadow words."""
+    """The bytes, with their shadow words; keeps them alive."""
     offset = 8 * (address - allocation.address)
     writes = allocation.writes.ctypes.data + offset
-    return Range(address, address + nbytes, writes, allocation.reads.ctypes.data + offset)
+    found = Range(address, address + nbytes, writes, allocation.reads.ctypes.data + offset)
+    found.allocation = allocation
+    return found
 
 
 class SimtKernel:
@@ -155,7 +160,7 @@ class SimtKernel:
         for i, (value, (kind, pointee, size)) in enumerate(zip(args, wanted, strict=True)):
             wrong = f"{told}: argument {i}"
             if isinstance(value, np.ndarray) and kind == "p":
-                _check_array(value, pointee, wrong)
+                _check_array(value, pointee, self._device.checks, wrong)
                 values.append(ctypes.c_void_p(value.ctypes.data))
                 ranges.append(range_of(value.allocation, value.ctypes.data, value.nbytes))
             elif value is None and kind == "p":

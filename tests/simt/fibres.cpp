@@ -3,11 +3,13 @@
 #include "runtime.h"
 
 #include <link.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <ucontext.h>
 
 Machine g;
 
@@ -35,16 +37,16 @@ static void* new_context(Fibre& fibre, void (*entry)()) {
     return top;
 }
 #else
-#include <ucontext.h>
 static void simt_switch(void** save, void* to) {
     ucontext_t here;
     *save = &here;
     swapcontext(&here, static_cast<ucontext_t*>(to));
 }
 static void* new_context(Fibre& fibre, void (*entry)()) {
-    ucontext_t* context = reinterpret_cast<ucontext_t*>(fibre.stack);  // kept at the stack's far end
+    // Kept at the stack's top.
+    ucontext_t* context = reinterpret_cast<ucontext_t*>(fibre.stack + kStackBytes) - 1;
     getcontext(context);
-    context->uc_stack.ss_sp = fibre.stack + sizeof(ucontext_t);
+    context->uc_stack.ss_sp = fibre.stack;
     context->uc_stack.ss_size = kStackBytes - sizeof(ucontext_t);
     context->uc_link = nullptr;
     makecontext(context, entry, 0);
@@ -76,6 +78,38 @@ void stop(FaultKind kind, void* frame, const char* format, ...) {
     void* abandoned;
     simt_switch(&abandoned, g.scheduler);
     abort();
+}
+
+// ---- crashes -----------------------------------------------------------------------------------------
+// A division by zero, or a stack that local arrays have overrun: an error too, not the process's end.
+constexpr int kSignals[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL};
+static struct sigaction previous[4];
+static stack_t previous_stack;
+
+static void on_signal(int number, siginfo_t*, void* state) {
+    void* frame = nullptr;
+#if defined(__x86_64__)
+    const auto* registers = static_cast<ucontext_t*>(state)->uc_mcontext.gregs;
+    // As if the instruction had called us: its address is a return address, less one.
+    void* top[2] = {reinterpret_cast<void*>(registers[REG_RBP]), reinterpret_cast<void*>(registers[REG_RIP] + 1)};
+    frame = top;
+#else
+    (void)state;
+#endif
+    stop(kCrash, frame, "signal %d (%s)", number, number == SIGFPE ? "division by zero" : "bad address or stack");
+}
+static void catch_signals() {
+    static char stack[64 << 10];
+    const stack_t own{stack, 0, sizeof stack};
+    sigaltstack(&own, &previous_stack);
+    struct sigaction action {};
+    action.sa_sigaction = on_signal;
+    action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;  // it does not return
+    for (int i = 0; i < 4; ++i) sigaction(kSignals[i], &action, &previous[i]);
+}
+static void release_signals() {
+    for (int i = 0; i < 4; ++i) sigaction(kSignals[i], &previous[i], nullptr);
+    sigaltstack(&previous_stack, nullptr);
 }
 
 // ---- waiting ----------------------------------------------------------------------------------------------
@@ -242,7 +276,10 @@ static void prepare_fibres() {
     g.fibres = static_cast<Fibre*>(calloc(kMaxThreads, sizeof(Fibre)));
     g.clocks = static_cast<WarpClock*>(calloc(kMaxThreads / kWarpSize, sizeof(WarpClock)));
     char* stacks = static_cast<char*>(map(kMaxThreads * kStackBytes));
-    for (int i = 0; i < kMaxThreads; ++i) g.fibres[i].stack = stacks + i * kStackBytes;
+    for (int i = 0; i < kMaxThreads; ++i) {
+        g.fibres[i].stack = stacks + i * kStackBytes;
+        mprotect(g.fibres[i].stack, 4096, PROT_NONE);
+    }
 }
 
 // Runs a launch to its end or its first fault. Returns the fault's kind, 0 where there is none.
@@ -255,6 +292,7 @@ extern "C" int simt_launch(const SimtLaunch* launch, SimtFault* fault) {
     const size_t mapped = (launch->shared_bytes + 4096) & ~size_t{4095};
     g.dynamic_shared = static_cast<char*>(map(mapped));
     memory_begin_launch();
+    catch_signals();
     bool fine = true;
     for (unsigned z = 0; fine && z < launch->grid[2]; ++z)
         for (unsigned y = 0; fine && y < launch->grid[1]; ++y)
@@ -263,6 +301,7 @@ extern "C" int simt_launch(const SimtLaunch* launch, SimtFault* fault) {
                 memory_begin_block();
                 fine = run_block();
             }
+    release_signals();
     g.current = nullptr;
     memory_end_launch();
     munmap(g.dynamic_shared, mapped);

@@ -37,7 +37,8 @@ struct Block {
 
 struct Copy {
     char* to;
-    char bytes[16];
+    char value[16];
+    unsigned bytes;
     int group;
     uint64_t pc;
 };
@@ -321,17 +322,19 @@ void memory_after_warp_barrier(int warp, unsigned mask) {
 }
 
 // ---- cp.async -------------------------------------------------------------------------------------------
-extern "C" void simt_copy_async16(void* shared, const void* global) {
+extern "C" void simt_copy_async(void* shared, const void* global, int size) {
     void* frame = __builtin_frame_address(0);
-    if (global) hook(global, 16, kRead, true, frame);
-    hook(shared, 16, kWrite, true, frame);
+    const unsigned bytes = static_cast<unsigned>(size);
+    if (global) hook(global, bytes, kRead, true, frame);
+    hook(shared, bytes, kWrite, true, frame);
     Copies& mine = copies[g.current->thread];
-    Copy copy{static_cast<char*>(shared), {}, mine.committed, reinterpret_cast<uint64_t>(static_cast<void**>(frame)[1])};
-    if (global) memcpy(copy.bytes, global, 16);
+    const uint64_t pc = reinterpret_cast<uint64_t>(static_cast<void**>(frame)[1]);
+    Copy copy{static_cast<char*>(shared), {}, bytes, mine.committed, pc};
+    if (global) memcpy(copy.value, global, bytes);
     mine.pending.push_back(copy);
     if (!g.launch.checked) return;
-    uint64_t* words = write_words(reinterpret_cast<uint64_t>(shared), 16);
-    for (int i = 0; i < 16; ++i) words[i] |= kCopying;
+    uint64_t* words = write_words(reinterpret_cast<uint64_t>(shared), bytes);
+    for (unsigned i = 0; i < bytes; ++i) words[i] |= kCopying;
 }
 extern "C" void simt_copy_async_commit() { ++copies[g.current->thread].committed; }
 extern "C" void simt_copy_async_wait(int pending) {
@@ -340,10 +343,10 @@ extern "C" void simt_copy_async_wait(int pending) {
     for (; done < mine.pending.size(); ++done) {
         const Copy& copy = mine.pending[done];
         if (copy.group >= mine.committed - pending) break;
-        memcpy(copy.to, copy.bytes, 16);
+        memcpy(copy.to, copy.value, copy.bytes);
         if (!g.launch.checked) continue;
-        uint64_t* words = write_words(reinterpret_cast<uint64_t>(copy.to), 16);
-        for (int i = 0; i < 16; ++i) words[i] = word(*g.current, copy.pc) | kInitial;
+        uint64_t* words = write_words(reinterpret_cast<uint64_t>(copy.to), copy.bytes);
+        for (unsigned i = 0; i < copy.bytes; ++i) words[i] = word(*g.current, copy.pc) | kInitial;
     }
     mine.pending.erase(mine.pending.begin(), mine.pending.begin() + static_cast<long>(done));
 }

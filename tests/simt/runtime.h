@@ -27,7 +27,7 @@ struct SimtLaunch {
     SimtRange* ranges;
     int range_count;
 };
-enum FaultKind { kNone, kOutOfBounds, kMisaligned, kUninitialised, kRace, kDivergence, kBarrier, kForbidden };
+enum FaultKind { kNone, kOutOfBounds, kMisaligned, kUninitialised, kRace, kDivergence, kBarrier, kForbidden, kCrash };
 struct SimtFault {
     int kind;
     unsigned block[3], thread[3];

@@ -49,7 +49,7 @@ void simt_mma_s8(int* d, const uint32_t* a, const uint32_t* b, int k, SIMT_SITE)
 void simt_mma_f16(float* d, const uint32_t* a, const uint32_t* b, SIMT_SITE);
 void simt_load_matrices(uint32_t* r, const void* shared, bool transposed, SIMT_SITE);
 // The bytes arrive when a wait covers their group; until then the target may be neither read nor written.
-void simt_copy_async16(void* shared, const void* global);  // null: zeros
+void simt_copy_async(void* shared, const void* global, int bytes);  // null: zeros
 void simt_copy_async_commit();
 void simt_copy_async_wait(int pending);
 void simt_atomic(const void* address, int bytes);  // checks the access; the caller does it
