@@ -13,8 +13,9 @@ import typer
 from minfer_cuda.errors import ContextFullError, UsageError
 
 from . import options
+from .answer import Printer, stream
 from .app import say
-from .model import Sampling, Settings, closing_line, draws_at_random, open_model, stream
+from .model import Sampling, Settings, closing_line, draws_at_random, open_model
 
 if TYPE_CHECKING:
     from minfer_cuda.conversation import Conversation
@@ -155,7 +156,7 @@ class Repl:
             completion = self.llm.complete(
                 ids, max_tokens=self.max_tokens, stop=self.stop, params=self._next_params()
             )
-            stream(completion)
+            stream(completion, Printer())
         except KeyboardInterrupt:
             if completion is None or not completion.text:
                 self.conversation.rollback()

@@ -3,23 +3,80 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from minfer_cuda.errors import UsageError
 
 from . import options
+from .answer import Events, Printer, emit, stream
 from .app import say
-from .model import Sampling, Settings, closing_line, draws_at_random, open_model, stream
+from .files import read_text
+from .model import Sampling, Settings, closing_line, draws_at_random, open_model
+from .thinking import begins_in_thought
+
+if TYPE_CHECKING:
+    from minfer_cuda.llm import LLM
+
+MAX_LOGPROBS = 32  # the device sampler's
+
+Prompt = Annotated[
+    str | None,
+    typer.Argument(metavar="PROMPT", help="The prompt; without it, or as -, stdin is read."),
+]
+Suffix = Annotated[
+    str | None,
+    typer.Option(
+        "--suffix", metavar="TEXT", help="Fill in what stands between the prompt and this text."
+    ),
+]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object a line: every token, then the end.")
+]
+LogProbs = Annotated[
+    int | None,
+    typer.Option(
+        "--logprobs",
+        metavar="N",
+        min=1,
+        max=MAX_LOGPROBS,
+        help="With --json: log probabilities of each token and of the N most likely.",
+    ),
+]
+Echo = Annotated[bool, typer.Option("--echo", help="Print the prompt before the answer.")]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked: the prompt and how it is put to the model."""
+
+    prompt: str
+    system: str | None
+    raw: bool
+    suffix: str | None
+
+    def check(self) -> None:
+        """Raise UsageError for combinations that mean nothing."""
+        if self.raw and self.system is not None:
+            raise UsageError("--raw takes no --system: write it into the prompt")
+        if self.suffix is not None and (self.system is not None or self.raw):
+            raise UsageError("--suffix takes neither --system nor --raw: no template is used")
+
+    def encode(self, llm: LLM) -> list[int]:
+        """The ids of the prompt."""
+        if self.suffix is not None:
+            return llm.tokenizer.encode_infill(self.prompt, self.suffix)
+        return llm.encode(self.prompt, system=self.system, raw=self.raw)
 
 
 def generate(
     model: options.Model,
-    prompt: Annotated[
-        str | None,
-        typer.Argument(metavar="PROMPT", help="The prompt; without it, or as -, stdin is read."),
-    ] = None,
+    prompt: Prompt = None,
+    prompt_file: options.PromptFile = None,
+    suffix: Suffix = None,
     n_ctx: options.NCtx = options.N_CTX,
     max_tokens: options.MaxTokens = None,
     temperature: options.Temperature = None,
@@ -36,6 +93,10 @@ def generate(
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt as it stands, without a template.")
     ] = False,
+    echo: Echo = False,
+    as_json: Json = False,
+    logprobs: LogProbs = None,
+    hide_thinking: options.HideThinking = False,
     device: options.Device = "auto",
     kv_type: options.KV = options.KVType.F16,
     chat_template: options.ChatTemplate = None,
@@ -46,34 +107,55 @@ def generate(
 
     Example: minfer generate model.gguf "Why is the sky blue?" --temp 0.2
     """
-    if raw and system is not None:
-        raise UsageError("--raw takes no --system: write it into the prompt")
+    if logprobs is not None and not as_json:
+        raise UsageError("--logprobs goes with --json")
     sampling = Sampling(
         temperature, top_k, top_p, min_p, repeat_penalty, frequency_penalty, presence_penalty, seed
     )
     sampling.check()
-    text = read_prompt(prompt)
+    request = Request(read_prompt(prompt, prompt_file), system, raw, suffix)
+    request.check()
     settings = Settings(n_ctx, device, kv_type.value, chat_template, rope_freq_base)
     with open_model(model, settings, verbose) as llm:
         params = sampling.params(llm, ignore_eos)
-        completion = llm.generate(
-            text, system=system, raw=raw, max_tokens=max_tokens, stop=stop or (), params=params
+        ids = request.encode(llm)
+        completion = llm.complete(
+            ids, max_tokens=max_tokens, stop=stop or (), params=params, n_logprobs=logprobs or 0
         )
+        if echo:
+            echo_prompt(request, ids, as_json)
         try:
-            stream(completion)
+            if as_json:
+                Events(completion, llm.tokenizer).stream()
+            else:
+                stream(completion, Printer(begins_in_thought(ids, llm.tokenizer), hide_thinking))
         finally:
             if completion.tokens:
                 say(closing_line(completion, draws_at_random(params)))
 
 
-def read_prompt(argument: str | None) -> str:
-    """The argument, or stdin without its last newline; bytes that are not UTF-8 become U+FFFD.
-    Raises UsageError where there is no prompt."""
-    text = argument
-    if argument in (None, "-"):
+def echo_prompt(request: Request, ids: list[int], as_json: bool) -> None:
+    """The prompt, as it was given; an answer in a template begins on a line of its own."""
+    if as_json:
+        emit("prompt", text=request.prompt, ids=ids)
+    else:
+        continued = request.raw or request.suffix is not None
+        print(request.prompt, end="" if continued else "\n", flush=True)
+
+
+def read_prompt(argument: str | None, file: Path | None = None) -> str:
+    """The argument, the file's text, or stdin without its last newline; bytes on stdin that are
+    not UTF-8 become U+FFFD. Raises UsageError where there is no prompt, or more than one."""
+    if file is not None:
+        if argument is not None:
+            raise UsageError("PROMPT and --prompt-file exclude each other")
+        text = read_text(file).removesuffix("\n")
+    elif argument in (None, "-"):
         if argument is None and sys.stdin.isatty():
             raise UsageError("no prompt: give one as an argument, or pipe it to stdin")
         text = sys.stdin.buffer.read().decode("utf-8", "replace").removesuffix("\n")
+    else:
+        text = argument or ""
     if not text:
         raise UsageError("the prompt is empty")
     return text

@@ -15,6 +15,7 @@ from .chat import chat
 from .generate import generate
 from .info import info
 from .perplexity import perplexity
+from .tokens import template, tokenize
 
 app = typer.Typer(
     name="minfer",
@@ -47,7 +48,7 @@ def _options(
     utf8_streams()
 
 
-for command in (generate, chat, info, bench, perplexity):
+for command in (generate, chat, info, tokenize, template, bench, perplexity):
     app.command()(command)
 
 

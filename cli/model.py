@@ -70,7 +70,7 @@ def open_model(path: str, settings: Settings, verbose: bool = False) -> Iterator
 
     start = time.perf_counter()
     progress = _show_progress if sys.stderr.isatty() else None
-    with LLM(path, progress=progress, notify=_notice, **vars(settings)) as llm:
+    with LLM(path, progress=progress, notify=notice, **vars(settings)) as llm:
         if verbose:
             seconds = time.perf_counter() - start
             say(f"{path}: loaded in {seconds:.2f} s")
@@ -95,7 +95,8 @@ def draws_at_random(params: SamplingParams) -> bool:
     return params.seed is None and not params.greedy
 
 
-def _notice(text: str) -> None:
+def notice(text: str) -> None:
+    """Something the user should hear, on stderr."""
     say(f"note: {text}")
 
 
@@ -104,20 +105,3 @@ def _show_progress(done: int, total: int) -> None:
     percent = 100 * done // max(total, 1)
     text = f"\rloading {percent:3d} %" if done < total else "\r" + " " * 13 + "\r"
     print(text, end="", file=sys.stderr, flush=True)
-
-
-def stream(completion: Completion) -> str:
-    """Print the pieces as they come, and a last newline where the text has none. Returns the text.
-
-    KeyboardInterrupt ends the completion, prints what was held back and goes on to the caller.
-    """
-    try:
-        for piece in completion:
-            print(piece, end="", flush=True)
-    except KeyboardInterrupt:
-        print(completion.end(), end="")
-        raise
-    finally:
-        if not completion.text.endswith("\n"):
-            print(flush=True)
-    return completion.text

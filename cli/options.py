@@ -117,6 +117,20 @@ Stop = Annotated[
 IgnoreEos = Annotated[
     bool, typer.Option("--ignore-eos", help="Never end the answer with an end token.")
 ]
+PromptFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--prompt-file",
+        metavar="FILE",
+        exists=True,
+        dir_okay=False,
+        help="Read the prompt (of a chat: the first message) from this UTF-8 file.",
+    ),
+]
+HideThinking = Annotated[
+    bool,
+    typer.Option("--hide-thinking", help="Do not show what stands between <think> and </think>."),
+]
 Temperature = Annotated[
     float | None, _number("--temp", "Temperature. 0: the most likely token.", "0.8", min=0.0)
 ]

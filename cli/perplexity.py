@@ -14,6 +14,7 @@ from minfer_cuda.errors import MinferError, UsageError
 
 from . import options
 from .app import say
+from .files import read_text
 from .model import Settings, open_model
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def perplexity(
 
     saved = SavedLogits(base) if base else None
     size = _chunk_size(n_ctx, saved)
-    words = _read(text) if text else None
+    words = read_text(text) if text else None
     with open_model(model, Settings(size, device, kv_type.value)) as llm:
         chunks = _chunks(llm, words, size, n_chunks, saved)
         result = _measure(llm, chunks, saved, save_logits, token_by_token)
@@ -98,15 +99,6 @@ def _chunk_size(n_ctx: int | None, saved: SavedLogits | None) -> int:
     if n_ctx not in (None, size):
         raise UsageError(f"-c is {n_ctx}, the chunks of {saved.path} have {size} tokens")
     return size
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as e:
-        raise MinferError(f"{path} is not UTF-8 text: {e.reason} at byte {e.start}") from None
-    except OSError as e:
-        raise MinferError(f"cannot read {path}: {e.strerror}") from None
 
 
 def _chunks(

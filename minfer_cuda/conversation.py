@@ -143,13 +143,7 @@ class Conversation:
     def load(self, path: str | os.PathLike[str]) -> None:
         """Take the turns from a file that `save` wrote. SessionError, and no change to the turns
         or the file, when it is not such a file."""
-        try:
-            messages = json.loads(Path(path).read_text("utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise SessionError(f"cannot read the conversation in {path}: {error}") from error
-        if not isinstance(messages, list):
-            raise SessionError(f"{path} is not a conversation: a list of messages is expected")
-        self.turns = tuple(_turn(message, i, path) for i, message in enumerate(messages, 1))
+        self.turns = _read_turns(path)
         self._before, self.dropped = None, 0
 
     def _await_reply(self, turns: tuple[Turn, ...]) -> list[int]:
@@ -212,6 +206,21 @@ class Conversation:
         if not users:
             raise UsageError(problem)
         return users[-1]
+
+
+def read_messages(path: str | os.PathLike[str]) -> list[dict[str, str]]:
+    """The messages of a file that `Conversation.save` wrote. Raises SessionError for others."""
+    return [{"role": turn.role, "content": turn.content} for turn in _read_turns(path)]
+
+
+def _read_turns(path: str | os.PathLike[str]) -> tuple[Turn, ...]:
+    try:
+        messages = json.loads(Path(path).read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise SessionError(f"cannot read the conversation in {path}: {error}") from error
+    if not isinstance(messages, list):
+        raise SessionError(f"{path} is not a conversation: a list of messages is expected")
+    return tuple(_turn(message, i, path) for i, message in enumerate(messages, 1))
 
 
 def _turn(message: Any, number: int, path: str | os.PathLike[str]) -> Turn:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import tokenizers
@@ -130,6 +131,19 @@ class Tokenizer:
             else:
                 ids += self._bpe.encode(part, add_special_tokens=False).ids
         return ids
+
+    def encode_infill(self, prefix: str, suffix: str) -> list[int]:
+        """The ids that ask for what stands between `prefix` and `suffix`, ordinary text both.
+        Raises TokenizerError, naming them, where the vocabulary lacks the tokens for it."""
+        marks = {"prefix": self.fim_prefix, "suffix": self.fim_suffix, "middle": self.fim_middle}
+        missing = ", ".join(f"<|fim_{role}|>" for role, token in marks.items() if token is None)
+        if missing:
+            raise TokenizerError(
+                f"this model cannot fill in the middle: its vocabulary lacks {missing}"
+            )
+        before, after, middle = (token for token in marks.values() if token is not None)
+        parts = ([before], self.encode(prefix, False), [after], self.encode(suffix, False))
+        return [*chain.from_iterable(parts), middle]
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that `token` adds to the output: none for control and unused tokens and for

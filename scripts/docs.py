@@ -22,7 +22,6 @@ ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 NOTES = ROOT / "benchmarks" / "NOTES.md"
 PLOT = render.RESULTS / "decode.svg"
-COMMANDS = ("generate", "chat", "info", "bench", "perplexity")
 PART = re.compile(r"(<!-- begin (?P<name>[\w -]+) -->\n).*?(<!-- end (?P=name) -->)", re.DOTALL)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import ggufs
 import hypothesis
 import pytest
+from command_line import model  # noqa: F401 - a fixture
 from devices import device  # noqa: F401 - a fixture
 from kernel_coverage import (  # noqa: F401 - hooks
     pytest_sessionfinish,

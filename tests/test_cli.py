@@ -3,17 +3,23 @@
 import csv
 import io
 import json
-import os
-import select
 import signal
 import subprocess
 import sys
 from dataclasses import fields
-from pathlib import Path
 
 import ggufs
 import pytest
-from typer.testing import CliRunner
+from command_line import (
+    CPU,
+    GREEDY,
+    PROMPT,
+    ROOT,
+    Terminal,
+    minfer,
+    one_error_line,
+    process,
+)
 
 from cli import options
 from cli.app import one_line
@@ -21,48 +27,8 @@ from cli.main import app
 from minfer_cuda import __version__
 from minfer_cuda.sampling import SamplingParams
 
-ROOT = Path(__file__).resolve().parent.parent
-COMMANDS = ("generate", "chat", "info", "bench", "perplexity")
-REST = {"generate": ["hi"], "perplexity": ["-f", __file__]}  # what a command needs beside a model
-CPU = ("--device", "cpu", "--n-ctx", "256")
-GREEDY = (*CPU, "--temp", "0", "-n", "6")
-PROMPT = "\x1b[?2004h"  # bracketed paste on: the editor reads keys from here on
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("cli") / "tiny.gguf"
-    return str(ggufs.write_gguf(path, layers=1, d=128, heads=2, kv_heads=1, ffn=128))
-
-
-def minfer(*arguments, stdin=None):
-    """Run in this process; stdout and stderr apart."""
-    return CliRunner().invoke(app, [*map(str, arguments)], input=stdin)
-
-
-def process(*arguments, **options):
-    """Start `minfer` as a process of its own."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), **options.pop("env", {})}
-    return subprocess.Popen(
-        [sys.executable, "-m", "cli", *map(str, arguments)],
-        cwd=ROOT,
-        env=environment,
-        **{
-            "stdin": subprocess.DEVNULL,
-            "stdout": subprocess.PIPE,
-            "stderr": subprocess.PIPE,
-            **options,
-        },
-    )
-
-
-def one_error_line(result) -> str:
-    """The last line on stderr, after checking that nothing else looks like a failure."""
-    assert "Traceback" not in result.stderr
-    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1, result.stderr
-    return lines[0]
-
+COMMANDS = ("generate", "chat", "info", "tokenize", "template", "bench", "perplexity")
+REST = {"generate": ["hi"], "tokenize": ["hi"], "perplexity": ["-f", __file__]}  # beside a model
 
 # help and version
 
@@ -485,42 +451,6 @@ def test_ctrl_c_stops_a_reply_keeps_it_and_the_next_turn_goes_on(model, tmp_path
     reply = json.loads(session.read_text())[1]
     assert reply["role"] == "assistant"
     assert reply["content"]
-
-
-class Terminal:
-    """`minfer chat` on a pseudo-terminal."""
-
-    def __init__(self, model):
-        pty = pytest.importorskip("pty")
-        self.controller, user = pty.openpty()
-        streams = {"stdin": user, "stdout": user, "stderr": user}
-        environment = {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
-        self.process = process("chat", model, *GREEDY, **streams, env=environment,
-                               start_new_session=True)  # fmt: skip
-        os.close(user)
-        self.seen = ""
-
-    def wait_for(self, text, count=1):
-        """Read until `text` was printed `count` times."""
-        while self.seen.count(text) < count:
-            ready, _, _ = select.select([self.controller], [], [], 30)
-            assert ready, f"{text!r} did not come: {self.seen!r}"
-            self.seen += os.read(self.controller, 4096).decode(errors="replace")
-
-    def type(self, keys):
-        os.write(self.controller, keys)
-
-    def exit_code(self):
-        """Of the process, whose last output is read away."""
-        while self.process.poll() is None:
-            ready, _, _ = select.select([self.controller], [], [], 1)
-            try:
-                if ready:
-                    os.read(self.controller, 4096)
-            except OSError:  # the other end is closed
-                self.process.wait(60)
-        os.close(self.controller)
-        return self.process.returncode
 
 
 def test_on_a_terminal_ctrl_c_twice_at_the_prompt_leaves_with_130(model):

@@ -1,0 +1,76 @@
+"""What only a terminal gets: colours and a spinner. Pipes, files and dumb terminals see neither."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from types import TracebackType
+from typing import TextIO
+
+STYLES = {"dim": "2", "bold": "1", "red": "31", "green": "32", "yellow": "33"}
+INTERVAL_S = 0.1  # of the spinner
+
+
+def is_smart(stream: TextIO) -> bool:
+    """Whether `stream` is a terminal that obeys escape sequences."""
+    return stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
+
+
+def has_colours(stream: TextIO) -> bool:
+    """Whether text on `stream` may be coloured: NO_COLOR, when not empty, forbids it."""
+    return is_smart(stream) and not os.environ.get("NO_COLOR")
+
+
+def styled(text: str, style: str, stream: TextIO) -> str:
+    """`text` in one of `STYLES`, where `stream` has colours."""
+    return f"\x1b[{STYLES[style]}m{text}\x1b[0m" if text and has_colours(stream) else text
+
+
+def frames(stream: TextIO) -> str:
+    """The spinner's pictures, as far as the encoding has them."""
+    try:
+        "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏".encode(stream.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return "|/-\\"
+    return "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+
+
+class Spinner:
+    """Turns on stderr until `stop`, where both stdout and stderr are terminals. A context manager;
+    stopping again does nothing."""
+
+    def __init__(self, text: str = ""):
+        self._text = text
+        self._done = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Spinner:
+        if is_smart(sys.stderr) and is_smart(sys.stdout):
+            self._thread = threading.Thread(target=self._turn, args=(sys.stderr,), daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Erase it; what is printed next stands in its place."""
+        if self._thread is not None:
+            self._done.set()
+            self._thread.join()
+            self._thread = None
+
+    def _turn(self, stream: TextIO) -> None:
+        pictures = frames(stream)
+        n = 0
+        while not self._done.is_set():
+            print(f"\r{pictures[n % len(pictures)]} {self._text}", end="", file=stream, flush=True)
+            n += 1
+            self._done.wait(INTERVAL_S)
+        print("\r\x1b[K", end="", file=stream, flush=True)
