@@ -55,8 +55,19 @@ def matvec(device: SimtDevice) -> None:
     linear.test_matvec_equals_float64(device, by_name("Q4_K"), 21)
 
 
+def normed_matvec(device: SimtDevice) -> None:
+    linear.test_a_product_that_norms_its_row_gives_the_bits_of_norm_and_product(
+        device, by_name("Q4_K")
+    )
+
+
 def long_matvec(device: SimtDevice) -> None:
     linear.test_warps_that_share_a_strip_add_up(device, 13)
+
+
+def uneven_matvec(device: SimtDevice) -> None:
+    device.sm_count = 1  # two blocks for five strips
+    long_matvec(device)
 
 
 def gate_up(device: SimtDevice) -> None:
@@ -92,10 +103,9 @@ def draw(device: SimtDevice) -> None:
 
 
 FAULTS = [
-    Fault("missing barrier", "norm.cuh", "__syncthreads();\n    const", "\n    const", norm,
-          "uninitialised", "partial[lane]"),
-    Fault("missing barrier", "matvec.cu", "__syncthreads();\n    }\n};\nstruct Normed",
-          "\n    }\n};\nstruct Normed", matvec, "uninitialised", "x0 = qs[0]"),
+    Fault("missing barrier", "norm.cu", "__syncthreads();", "", norm, "race", "row_rstd(partial"),
+    Fault("missing barrier", "matvec.cu", "__syncthreads();\n        return Normed",
+          "\n        return Normed", normed_matvec, "race", "x.values(chunk + c, t, 0)"),
     Fault("missing barrier", "attention.cu", "__syncthreads();  // the stages", "//", prefill,
           "race", "store_rows(rows, sums"),
     Fault("missing barrier", "matmul.cu", "__syncthreads();  // this", "//", matmul,
@@ -104,33 +114,32 @@ FAULTS = [
           "\n    v += warp", draw, "uninitialised|race", "x.warps["),
     Fault("missing warp barrier", "sampling.cuh", "__syncwarp();  // all", "// all", draw,
           "race", "s.need = need - before;"),
-    Fault("barrier that half the block skips", "matvec.cu", "    }\n    __syncthreads();\n}",
-          "    }\n    if (warp < 6) __syncthreads();\n}", matvec, "barrier", "if (warp < 6)"),
+    Fault("barrier that half the block skips", "matvec.cu", "<0>();\n    __syncthreads();",
+          "<0>();\n    if (warp < 6) __syncthreads();", matvec, "barrier", "if (warp < 6)"),
     Fault("tail one too long", "elementwise.cu", "if (i < n) {", "if (i <= n) {", elementwise,
           "out of bounds", "u = *reinterpret_cast<const float4*>(a + i)"),
     Fault("tail one too long", "embed.cu", "k < d;", "k <= d;", embed, "race", "(out + k)"),
-    Fault("tail one too long", "matvec.cu", "min(mine.end * 8, out.n) -", "mine.end * 8 -", matvec,
-          "out of bounds", "out.residual[row]"),
+    Fault("tail one too long", "matvec.cu", "t < rows}", "t <= rows}", matvec,
+          "out of bounds", "out.bias + row"),
     Fault("tail one too long", "matmul.cu", "row < n && token", "row <= n && token", matmul,
           "out of bounds", "v, a.bias[row]"),
-    Fault("swapped scales", "matvec.cu", "d[b]), static_cast<float>(both)",
-          "d[b ^ 1]), static_cast<float>(both)", matvec, "values"),
+    Fault("swapped scales", "matvec.cu", "scale = d[b]", "scale = d[b ^ 1]", matvec, "values"),
     Fault("swapped scales", "matmul.cu", "(i & 1) ? s1.d : s0.d)", "(i & 1) ? s0.d : s1.d)",
           matmul, "values"),
     Fault("swapped cosine and sine", "rope.cuh", "__fmul_rn(y0, cs.x)", "__fmul_rn(y0, cs.y)",
           rotate, "values"),
     Fault("divergent shuffle", "elementwise.cu", "if (qs) quantize4", "if (qs && i < k) quantize4",
           elementwise, "divergence", "if (qs && i < k)"),
-    Fault("divergent shuffle", "matvec.cu", "if (qs_out) quant", "if (qs_out && inside) quant",
-          gate_up, "divergence", "if (qs_out && inside)"),
-    Fault("race between two warps", "matvec.cu", "sums[(task.strip * parts + task.part) * 8",
-          "sums[(task.strip * parts) * 8", long_matvec, "race", "sums[(task.strip"),
+    Fault("divergent shuffle", "matvec.cu", "if (qs_out) quant", "if (lane < 8) quant",
+          gate_up, "divergence", "if (lane < 8)"),
+    Fault("race between two warps", "matvec.cu", "out = sums + warp * 8", "out = sums + warp * 4",
+          long_matvec, "race", "*out = acc"),
     Fault("race between two lanes", "q8.cuh", "if ((k & 31) == 0) ds", "if ((k & 27) == 0) ds",
           elementwise, "race", "ds_row[k >> 5] ="),
     Fault("read past the last block", "repack.cu", "row < n && i < k) code", "i < k) code", matvec,
           "out of bounds", "if (i < k) code"),
-    Fault("read past the last strip", "matvec.cu", "return strip * strip_size",
-          "return (strip + 1) * strip_size", matvec, "out of bounds", "l = Q::template load<"),
+    Fault("read past the last strip", "matvec.cu", "ceil_div(out.n, 8) - first)", "strips)",
+          uneven_matvec, "out of bounds", "l = Q::template load<"),
     Fault("read past the last token", "matmul_float.cu", "if (i >= count) break;", "",
           float_product, "out of bounds", "const float4 u ="),
     Fault("copy not waited for", "matmul.cu", "copy_async_wait<Stages - 2>",
@@ -139,8 +148,8 @@ FAULTS = [
           "\n    __syncthreads();", splits, "race", "merge_splits<E, Tile>(part_sums"),
     Fault("partials without a fence", "matmul.cu", "__threadfence();\n        __syncthreads();",
           "\n        __syncthreads();", split_matmul, "race", "load_coherent(a.partial"),
-    Fault("misaligned vector", "matvec.cu", "return shared_bytes() + bytes;",
-          "return shared_bytes() + bytes + 4;", matvec, "misaligned", "uint4*>(row.qs)[i] ="),
+    Fault("misaligned vector", "matvec.cu", "return shared_bytes() + max(",
+          "return shared_bytes() + 4 + max(", normed_matvec, "misaligned", "sums[i >> 5] ="),
 ]  # fmt: skip
 
 
