@@ -114,6 +114,12 @@ __device__ inline void load_scales(typename Q::Lane& l, const uint8_t* scales, i
     if constexpr (kTail == 2) l.s[kMain / 4] = Shared::get2(scales + 8 * kMain + row * 2);
 }
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr bool kFewRegisters = true;  // a word of high bits kept for four blocks spills there
+#else
+constexpr bool kFewRegisters = false;
+#endif
+
 // The words of block b and those after it that come with the same load, as chunk 0 of the lane.
 template <class Q>
 __device__ inline void load_words(typename Q::Lane& l, const uint8_t* planes, int lane, int b) {
@@ -131,10 +137,10 @@ __device__ inline void load_words(typename Q::Lane& l, const uint8_t* planes, in
             l.q[0][0] = v.x, l.q[0][1] = v.y;
         }
     }
-    if (b == 0) {
-        if constexpr (Q::kHigh == 1) l.h[0][0] = Shared::get4(planes + Q::kLowBytes + lane * 4);
-    }
-    if constexpr (Q::kHigh == 2)  // as late as may be: sm_120 would spill
+    if constexpr (Q::kHigh == 1)
+        if (b == 0 || (kFewRegisters && b == 2))
+            l.h[0][0] = *reinterpret_cast<const volatile uint32_t*>(planes + Q::kLowBytes + lane * 4);
+    if constexpr (Q::kHigh == 2)
         if (b % 2 == 0) l.h[0][b / 2] = Shared::get4(planes + Q::kLowBytes + lane * 8 + b * 2);
 }
 

@@ -50,7 +50,7 @@ def shapes(c: Qwen2Config, s: Sizes) -> dict[str, Shape]:
         b, c.n_heads, c.n_kv_heads, c.head_dim, s.context, s.sm_count
     )
     products = max(PARTIALS, F16_PARTIALS if s.f16 else 0) if b > 1 else 1
-    ffn_rows = min(s.rows_apart, max(1, FFN_BYTES // (8 * c.d_ffn)))
+    ffn_rows = min(s.rows_apart, max(1, FFN_BYTES // (8 * c.d_ffn * 128)) * 128)  # whole tiles
     table: dict[str, Shape] = {
         "tokens": ((b,), np.int32),
         "position": ((1,), np.int32),  # of the first token of a prefill

@@ -154,6 +154,17 @@ def instances(types: Sequence[str]) -> list[str]:
     return [*products, *(f"peak<{quant.cuda_name}>" for quant in quants), "halve"]
 
 
+def instances_up_to(device: Device, quant: QuantType, rows: int, cols: int, most: int) -> set[str]:
+    """Those that a matrix (N, K), alone or gated, needs for up to `most` tokens, and its peak's."""
+    sizes = (device.sm_count, device.shared_limit)
+    plans = [
+        plan(quant, rows, cols, tokens, *sizes, gated=gated)
+        for tokens in {min(1 << bits, most) for bits in range(most.bit_length() + 1)}
+        for gated in (False, True)
+    ]
+    return {instance(quant, how.tile, how.stages) for how in plans} | {f"peak<{quant.cuda_name}>"}
+
+
 class _Arguments(ctypes.Structure):
     """F16Arguments of cuda/matmul_f16.cu."""
 

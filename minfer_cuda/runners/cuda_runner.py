@@ -17,7 +17,7 @@ from minfer_cuda.errors import ContextFullError, NumericsError, OutOfMemoryError
 from minfer_cuda.gguf import GGUFFile, TensorInfo
 from minfer_cuda.kernels import Device, DeviceArray
 from minfer_cuda.kernels.layouts import Matrix, matrix_bytes
-from minfer_cuda.kernels.matmul_f16 import with_peak
+from minfer_cuda.kernels.matmul_f16 import instances_up_to, with_peak
 from minfer_cuda.kernels.read import read_bandwidth
 from minfer_cuda.kernels.repack import repack
 from minfer_cuda.kernels.sampling import Draw, Sampler
@@ -77,6 +77,7 @@ class CudaRunner:
         self._kv_type = kv_type
         self._sizes = _sizes(file, config, device, self.n_batch, n_ctx)
         self._check_memory(file, device)
+        device.compile(self._slow_kernels(file))
         self._weights = load_weights(
             file, config, self._upload, cuda=True, progress=progress, notice=notify
         )
@@ -84,6 +85,16 @@ class CudaRunner:
         self._prepare(config, n_ctx, kv_type)
         self._steps = steps if steps is not None else _graphs(device)
         self.begin(SamplingParams(temperature=0.0), 0, (), frozenset())
+
+    def _slow_kernels(self, file: GGUFFile) -> list[tuple[str, str]]:
+        """What compiles for seconds each, better on all cores at once than when first used: the
+        blocks' products of long prompts. Of the head few rows are asked for."""
+        names: set[str] = set()
+        for info in _matrices(file, self.config) if self._sizes.f16 else ():
+            if info.name.startswith("blk.") and _in_records(info):
+                rows, cols = info.shape
+                names |= instances_up_to(self._device, info.quant, rows, cols, self.n_batch)
+        return [("matmul_f16", name) for name in sorted(names)]
 
     def _upload(self, info: TensorInfo, data: np.ndarray) -> DeviceArray | Matrix:
         if len(info.shape) == 1:
@@ -294,6 +305,11 @@ def _sizes(file: GGUFFile, config: Qwen2Config, device: Device, rows: int, conte
         split_ffn=floats or unlike,
         sm_count=device.sm_count,
     )
+
+
+def _in_records(info: TensorInfo) -> bool:
+    """Of a quantised type that has kernels; loading refuses the others by name."""
+    return info.quant.block_size > 1 and info.quant.cuda_name is not None
 
 
 def _device_bytes(info: TensorInfo) -> int:
