@@ -62,7 +62,7 @@ class CudaOps:
         self._cache = cache
         self._table = rope_table
         self._qkv_biases = qkv_biases
-        # (width, one row?) -> logits, and what a tap looks at; a captured step keeps the one-row ones
+        # (width, one row?) -> logits, what a tap looks at; a captured step keeps the one-row ones
         self._results: dict[tuple[int, bool], DeviceArray] = {}
         self._step = Step(workspace["tokens"][:1], workspace["position"])
 
