@@ -144,6 +144,20 @@ def test_the_path_of_a_prompt_follows_from_the_card_unless_forced(
         runner_of(device, mixed)
 
 
+def test_products_of_prompts_are_compiled_before_weights_are_read(
+    device: Device, mixed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MINFER_PREFILL", "f16")
+    compiled: list[tuple[str, str]] = []
+    asked: list[tuple[str, str]] = []
+    kernel = device.kernel
+    monkeypatch.setattr(device, "compile", compiled.extend)
+    monkeypatch.setattr(device, "kernel", lambda *name: (asked.append(name), kernel(*name))[1])
+    runner_of(device, mixed, n_batch=len(IDS)).prefill(IDS, 0)
+    used = {name for stem, name in asked if stem == "matmul_f16"}
+    assert len(used) >= 6 and {("matmul_f16", name) for name in used} <= set(compiled)
+
+
 def test_fused_decode_gives_the_bits_of_unfused(
     device: Device, mixed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
