@@ -50,9 +50,10 @@ def jobs(stem: str) -> list[tuple[str, int]]:
 
 
 def code_hash(stem: str) -> str:
-    """Changes with the code of cuda/<stem>.cu and what it includes, not with comments or blanks."""
+    """Changes with what NVRTC sees of cuda/<stem>.cu: not with comments, blanks or host meanings."""
     source = expand_source(stem)
-    code = re.sub(r"//[^\n]*|/\*.*?\*/|#line[^\n]*", "", source, flags=re.DOTALL)
+    noise = r"//[^\n]*|/\*.*?\*/|#line[^\n]*|#ifdef MINFER_SIMT.*?(?=#el|#endif)"
+    code = re.sub(noise, "", source, flags=re.DOTALL)
     words = [code.split(), compile_options(source, FULL[0])]
     return hashlib.sha256(json.dumps(words).encode()).hexdigest()[:16]
 
