@@ -50,7 +50,7 @@ def jobs(stem: str) -> list[tuple[str, int]]:
 
 
 def code_hash(stem: str) -> str:
-    """Changes with what NVRTC sees of cuda/<stem>.cu: not with comments, blanks or host meanings."""
+    """Changes with what NVRTC sees of cuda/<stem>.cu, not with comments or host meanings."""
     source = expand_source(stem)
     noise = r"//[^\n]*|/\*.*?\*/|#line[^\n]*|#ifdef MINFER_SIMT.*?(?=#el|#endif)"
     code = re.sub(noise, "", source, flags=re.DOTALL)
