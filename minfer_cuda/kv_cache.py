@@ -30,11 +30,14 @@ class KVCache:
     def __init__(self, device: Device, config: Qwen2Config, n_ctx: int, kv_type: str):
         shape = (config.n_layers, 2, n_ctx, config.n_kv_heads, config.head_dim)
         self.data: DeviceArray = device.empty(shape, kv_dtype(kv_type))
+        # a slice of a device array takes microseconds to make, and every step asks for all of them
+        self._keys = [self.data[layer, 0] for layer in range(config.n_layers)]
+        self._values = [self.data[layer, 1] for layer in range(config.n_layers)]
 
     def keys(self, layer: int) -> DeviceArray:
         """(S, G, E)"""
-        return self.data[layer, 0]
+        return self._keys[layer]
 
     def values(self, layer: int) -> DeviceArray:
         """(S, G, E)"""
-        return self.data[layer, 1]
+        return self._values[layer]

@@ -94,16 +94,29 @@ class Workspace:
             for name, (shape, dtype) in shapes(c, s).items()
         }
 
+        # the parts of one row count: a slice takes microseconds to make, and a step needs hundreds
+        self._parts: dict[str, DeviceArray] = {}
+        self._rows = 0
+
     def __getitem__(self, name: str) -> DeviceArray:
         return self._arrays[name]
+
+    def rows(self, name: str, rows: int) -> DeviceArray:
+        """The first `rows` rows of a buffer."""
+        if rows != self._rows:
+            self._parts, self._rows = {}, rows
+        found = self._parts.get(name)
+        if found is None:
+            found = self._parts[name] = self._arrays[name][:rows]
+        return found
 
     def activations(self, name: str, rows: int) -> Activations:
         """The first `rows` rows of an activation buffer, in the forms that products of so
         many rows read."""
 
         def part(form: str) -> DeviceArray | None:
-            array = self._arrays.get(f"{name}.{form}")
-            return None if array is None else array[:rows]
+            whole = f"{name}.{form}"
+            return self.rows(whole, rows) if whole in self._arrays else None
 
         if rows > self._q8_rows:
             return Activations(part("x"), None, None, part("h"), part("hs"))

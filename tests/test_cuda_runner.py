@@ -223,6 +223,32 @@ def test_rollback_and_replay_give_the_same_bits(device: Device, mixed: Path) -> 
     assert np.array_equal(engine.runner.logits(), before)
 
 
+class Replaying(Eager):
+    """Steps as graphs run them: the launches of the first time again, without the Python around."""
+
+    def __init__(self) -> None:
+        self._seen: set[Hashable] = set()
+
+    def run(self, key: Hashable, step: Callable[[], None]) -> None:
+        if key not in self._seen:
+            self._seen.add(key)
+            step()
+
+
+def test_a_replayed_step_leaves_its_own_logits(device: Device, mixed: Path) -> None:
+    runner = runner_of(device, mixed)
+    runner._steps = Replaying()  # type: ignore[assignment]
+    runner.prefill(IDS, 0)
+    runner.sample()
+    runner.step(len(IDS))
+    runner.prefill(IDS, 0, 3)  # several rows, in a buffer of their own
+    runner.sample()
+    runner.step(len(IDS))
+    assert runner.logits().shape == (1, runner.config.n_vocab)
+    with pytest.raises(UsageError, match="1 kept"):
+        runner.logits(3)
+
+
 def test_two_runners_of_one_device_never_meet(device: Device, mixed: Path) -> None:
     a, b = runner_of(device, mixed), runner_of(device, mixed)
     a.prefill(IDS, 0)

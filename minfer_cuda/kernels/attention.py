@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -70,6 +71,7 @@ class Plan:
         return self.kv_heads * self.row_tiles if self.splits > 1 else 0
 
 
+@functools.cache
 def plan(
     tokens: int, heads: int, kv_heads: int, head_dim: int, context: int, sm_count: int
 ) -> Plan:

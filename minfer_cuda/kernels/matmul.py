@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -57,6 +58,7 @@ class Plan:
         return (ceil_div(rows, _ROWS), ceil_div(tokens, self.tile), self.splits)
 
 
+@functools.cache
 def plan(
     quant: QuantType, rows: int, cols: int, tokens: int, sm_count: int, shared_limit: int
 ) -> Plan:

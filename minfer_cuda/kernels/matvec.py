@@ -62,8 +62,8 @@ def _shared(kernel: str, strips: int, w: Matrix, x: Row) -> int:
 
 
 def _strips(w: Matrix, kind: str, sm_count: int) -> int:
-    """Strips of a block of matvec, so that two blocks an SM hold all of them at once, or, where each
-    norms its row, enough to be worth a block; no more than its sums have room for."""
+    """Strips of a block of matvec, so that two blocks an SM hold all of them at once, or, where
+    each norms its row, enough to be worth a block; no more than its sums have room for."""
     strips = ceil_div(w.rows, 8)
     each = ceil_div(strips, 2 * sm_count)
     if kind == "Normed":

@@ -71,7 +71,7 @@ class CudaOps:
         self._step = step
 
     def embed(self, table: Matrix) -> DeviceArray:
-        x = self._buffers["x"][: self._step.tokens.shape[0]]
+        x = self._buffers.rows("x", self._step.tokens.shape[0])
         embed(self.device, table, self._step.tokens, x)
         return x
 
@@ -91,7 +91,7 @@ class CudaOps:
 
     def qkv(self, x: Normed, layer: LayerWeights, index: int) -> DeviceArray:
         tokens = self._step.tokens.shape[0]
-        q = self._buffers["q"][:tokens]
+        q = self._buffers.rows("q", tokens)
         keys, values = self._cache.keys(index), self._cache.values(index)
         weights = (layer.q, layer.k, layer.v)
         if self.fuse_qkv and isinstance(x, Unnormed) and not any(w.is_float for w in weights):
@@ -100,7 +100,7 @@ class CudaOps:
                 self.device, weights, biases, x, self._table, self._step.position, q, keys, values
             )
             return q
-        projected, rows = self._buffers["qkv"][:tokens], self._rows(x)
+        projected, rows = self._buffers.rows("qkv", tokens), self._rows(x)
         column = 0
         for w in weights:
             self._product(rows, w, projected, column=column)

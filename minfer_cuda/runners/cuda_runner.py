@@ -34,6 +34,7 @@ from minfer_cuda.workspace import Sizes, Workspace, workspace_bytes
 
 MIB = 1 << 20
 SLOTS = 8  # draws the host may leave unread
+GRAPH_ROWS = 64  # tokens of a prompt up to which a length seen before is replayed
 RESERVE = 96 * MIB  # left free for the sampler, graphs and the loaded kernels
 
 
@@ -121,6 +122,7 @@ class CudaRunner:
         self._draws, results = device.pinned((SLOTS, Sampler.RESULT_BYTES), np.uint8)
         self.sampler = Sampler(device, config.n_vocab, n_ctx + 1, results=results)
         self._logits: DeviceArray | None = None
+        self._one_row: DeviceArray | None = None  # where every forward for one row leaves it
         self._next_position = -1  # what the device's state holds, once steps run
         self._unread: deque[tuple[int, Any]] = deque()  # draw number, its event
 
@@ -166,8 +168,19 @@ class CudaRunner:
         tokens, position = self._buffers["tokens"][:count], self._buffers["position"]
         self._device.upload(host, into=tokens)
         self._device.upload(np.array([start], np.int32), into=position)
-        self.ops.set_step(Step(tokens, position))
+        step = Step(tokens, position)
+        if tap is None and n_out == 1 and count <= GRAPH_ROWS:
+            key = ("prefill", count, self.ops.fuse_qkv, self.ops.fuse_ffn)
+            self._steps.run(key, lambda: self._forward(step, 1))
+            self._logits = self._one_row
+        else:
+            self._forward(step, n_out, tap)
+
+    def _forward(self, step: Step, n_out: int, tap: Tap | None = None) -> None:
+        self.ops.set_step(step)
         self._logits = self.model.forward(self.ops, n_out, tap)
+        if n_out == 1:
+            self._one_row = self._logits
 
     def logits(self, n_out: int = 1) -> np.ndarray:
         if self._logits is None or not 1 <= n_out <= len(self._logits):
@@ -206,13 +219,13 @@ class CudaRunner:
             self._device.upload(np.array([position], np.int32), into=self.sampler.position)
         key = ("decode", self.ops.fuse_qkv, self.ops.fuse_ffn, *self.sampler.key)
         self._steps.run(key, self._decode)
+        self._logits = self._one_row  # a replay runs none of our lines
         self._next_position = position + 1
         self._push()
 
     def _decode(self) -> None:
         """Forward the last drawn token and draw the next: what a graph is captured from."""
-        self.ops.set_step(Step(self.sampler.token, self.sampler.position))
-        self._logits = self.model.forward(self.ops, 1)
+        self._forward(Step(self.sampler.token, self.sampler.position), 1)
         self.sampler.sample(self._logits[-1], advance=1)
 
     def _push(self) -> None:
