@@ -10,9 +10,10 @@
 //         order (the bits do not depend on timing). `arrived` (tiles) is zero between launches.
 // Launch  grid = (ceil(N / 128), ceil(T / kTokens), splits), block = 256, dynamic shared = Stages stages.
 // Bytes   W once per ceil(T / kTokens); operations 2 N K T. What bounds it is scaling the int32 sums:
-//         385 TOP/s at 32 values a scale (gpu.md), 7B 2,048 tokens: 13.0 TOP a layer-set, 69 ms.
-// Why not f16 wgmma: sm_90a only; this is the portable path. Why not wider scale groups: they fail the
-//         accuracy bar (gpu.md).
+//         385 TOP/s at 32 values a scale with all in registers (gpu ceilings in benchmarks/NOTES.md).
+// Time    16 and fewer tokens on cards with fast f16 (prefill.py), all prompts on the others.
+// Why not matmul_f16: half the rate on consumer cards, and it needs sm_80. Why not wider scale groups:
+//         they fail the accuracy bar.
 #include "q8.cuh"
 #include "quants.cuh"
 
@@ -31,7 +32,6 @@ using Tokens8 = TileShape<1, 1, 1>;
 using Tokens16 = TileShape<1, 1, 2>;
 using Tokens32 = TileShape<1, 1, 4>;
 using Tokens64 = TileShape<2, 2, 4>;
-using Tokens128 = TileShape<2, 2, 8>;
 
 constexpr int kTokenBytes = 128 + 16;  // a chunk of one token, padded so that 8 lanes meet 32 banks
 constexpr int kScaleBytes = 32 + 16;   // its four GroupScale, padded likewise

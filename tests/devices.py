@@ -45,7 +45,7 @@ def _instances(device: Device) -> list[tuple[str, str]]:
         matmul.instance(quant, matmul.plan(quant, 128, 512, tokens, 1, device.shared_limit))
         for quant in (by_name(name) for name in ALL_TYPES)
         if quant.block_size > 1
-        for tokens in (8, 16, 32, 64, 128)
+        for tokens in (8, 16, 32, 64)
     }
     others = [(stem, name) for stem in stems() if stem != "matmul" for name in instances(stem, 75)]
     return [("matmul", name) for name in sorted(products)] + others

@@ -17,7 +17,7 @@ from minfer_cuda.quants import QuantType, by_name
 
 _BLOCK = 256
 _ROWS = 128  # of a tile
-_TILES = (8, 16, 32, 64, 128)  # tokens of a tile
+_TILES = (8, 16, 32, 64)  # tokens of a tile; 128 fill the registers and gain nothing
 _TOKEN_BYTES = 144 + 48  # a chunk of one token in a stage: values and scales, padded
 PARTIALS = 1 << 23  # most float32 elements of partial sums a call may use (32 MiB)
 ARRIVALS = 4096  # most tiles of a split call
@@ -30,14 +30,14 @@ def instances(types: Sequence[str]) -> list[str]:
         for name in types
         if by_name(name).block_size > 1
         for tile in _TILES
-        for stages in (3, 2)
-        if tile <= _largest_tile(by_name(name)) and (tile < 128 or stages == 2)
+        for stages in _stages(tile)
     ]
 
 
-def _largest_tile(quant: QuantType) -> int:
-    """128 tokens, but 64 where two scales and two minima of every block fill the registers."""
-    return 64 if quant.name == "Q2_K" else 128
+def _stages(tile: int) -> tuple[int, ...]:
+    """Numbers of stages that there are kernels for, by preference: few tokens leave the room, and
+    need the bytes in flight."""
+    return (3, 2) if tile <= 16 else (2,)
 
 
 def stage_bytes(quant: QuantType, tile: int) -> int:
@@ -64,15 +64,11 @@ def plan(
 ) -> Plan:
     """The smallest tile that holds the tokens (or the largest that fits), as many stages as fit,
     and K split until two blocks an SM have work, at four records or more a split."""
-    fits = [
-        tile
-        for tile in _TILES
-        if tile <= _largest_tile(quant) and 2 * stage_bytes(quant, tile) <= shared_limit
-    ]
+    fits = [tile for tile in _TILES if 2 * stage_bytes(quant, tile) <= shared_limit]
     if not fits:
         raise KernelError(f"matmul: {quant.name} needs more than {shared_limit} bytes a block")
     tile = next((t for t in fits if t >= tokens), fits[-1])
-    stages = 3 if 3 * stage_bytes(quant, tile) <= shared_limit and tile < 128 else 2
+    stages = next(n for n in _stages(tile) if n * stage_bytes(quant, tile) <= shared_limit)
     tiles = ceil_div(rows, _ROWS) * ceil_div(tokens, tile)
     records = ceil_div(cols, record_cols(quant))
     splits = min(2 * sm_count // tiles, records // 4, PARTIALS // (tokens * rows))
