@@ -29,9 +29,14 @@ def instances(types: Sequence[str]) -> list[str]:
         instance(by_name(name), Plan(tile, stages, 1))
         for name in types
         if by_name(name).block_size > 1
-        for tile in _TILES
+        for tile in _tiles(by_name(name))
         for stages in _stages(tile)
     ]
+
+
+def _tiles(quant: QuantType) -> tuple[int, ...]:
+    """All but the largest where two scales and two minima a block fill the registers."""
+    return _TILES[:-1] if quant.name == "Q2_K" else _TILES
 
 
 def _stages(tile: int) -> tuple[int, ...]:
@@ -64,7 +69,7 @@ def plan(
 ) -> Plan:
     """The smallest tile that holds the tokens (or the largest that fits), as many stages as fit,
     and K split until two blocks an SM have work, at four records or more a split."""
-    fits = [tile for tile in _TILES if 2 * stage_bytes(quant, tile) <= shared_limit]
+    fits = [tile for tile in _tiles(quant) if 2 * stage_bytes(quant, tile) <= shared_limit]
     if not fits:
         raise KernelError(f"matmul: {quant.name} needs more than {shared_limit} bytes a block")
     tile = next((t for t in fits if t >= tokens), fits[-1])
