@@ -114,8 +114,8 @@ __device__ inline void load_scales(typename Q::Lane& l, const uint8_t* scales, i
     if constexpr (kTail == 2) l.s[kMain / 4] = Shared::get2(scales + 8 * kMain + row * 2);
 }
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
-constexpr bool kFewRegisters = true;  // a word of high bits kept for four blocks spills there
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr bool kFewRegisters = true;  // words kept for four blocks spill there: loads of two
 #else
 constexpr bool kFewRegisters = false;
 #endif
@@ -127,6 +127,11 @@ __device__ inline void load_words(typename Q::Lane& l, const uint8_t* planes, in
         if (b % 2 == 0) {
             const uint4 v = Shared::get16(planes + b * 256 + lane * 16);
             l.q[0][2 * b] = v.x, l.q[0][2 * b + 1] = v.y, l.q[0][2 * b + 2] = v.z, l.q[0][2 * b + 3] = v.w;
+        }
+    } else if constexpr (Q::kLow == 4 && kFewRegisters) {
+        if (b % 2 == 0) {
+            const uint2 v = Shared::get8(planes + lane * 16 + b * 4);
+            l.q[0][b] = v.x, l.q[0][b + 1] = v.y;
         }
     } else if (b == 0) {
         if constexpr (Q::kLow == 4) {
