@@ -7,8 +7,8 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from .terminal import Spinner, styled
-from .thinking import CLOSE, Piece, ThoughtSplitter
+from .terminal import Spinner, harmless, styled
+from .thinking import Piece, ThoughtSplitter
 
 if TYPE_CHECKING:
     from minfer_cuda.engine import Token
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Printer:
-    """Prints the pieces of one answer on stdout, thoughts dimmed or not at all."""
+    """What a person sees of one answer: thoughts dimmed, or not at all."""
 
     def __init__(self, in_thought: bool = False, hide_thinking: bool = False):
         """`in_thought`: the prompt has opened a thought already."""
@@ -26,52 +26,52 @@ class Printer:
         self._after_thought = False  # the blank lines between a hidden thought and the answer
         self._last = "\n"
 
-    def push(self, text: str) -> bool:
-        """Print what `text` makes certain; whether anything was printed."""
-        return self._print(self._splitter.push(text))
+    def push(self, text: str) -> str:
+        """What to print of the text that `text` makes certain."""
+        return self._shown(self._splitter.push(text))
 
-    def finish(self) -> None:
-        """Print the rest, and a newline where the answer has none at its end."""
-        self._print(self._splitter.finish())
-        if self._last != "\n":
-            print(flush=True)
+    def finish(self) -> str:
+        """What to print of the rest, and a newline where the answer has none at its end."""
+        rest = self._shown(self._splitter.finish())
+        return rest if self._last == "\n" else rest + "\n"
 
-    def _print(self, pieces: Iterable[Piece]) -> bool:
+    def _shown(self, pieces: Iterable[Piece]) -> str:
         shown = ""
         for piece in pieces:
-            if not piece.thought:
-                text = piece.text.lstrip() if self._after_thought else piece.text
-                self._after_thought = self._after_thought and not text
-                shown += text
-            elif self._hide:
-                self._after_thought = piece.text.endswith(CLOSE)
-            else:
-                shown += styled(piece.text, "dim", sys.stdout)
-                self._last = piece.text[-1]
-            if not piece.thought and shown:
-                self._last = shown[-1]
-        if shown:
-            print(shown, end="", flush=True)
-        return bool(shown)
+            text = piece.text
+            if piece.thought and self._hide:
+                self._after_thought = True
+                continue
+            if self._after_thought:
+                text = text.lstrip()
+                self._after_thought = not text
+            if text:
+                self._last = text[-1]
+            text = harmless(text, sys.stdout)
+            shown += styled(text, "dim", sys.stdout) if piece.thought else text
+        return shown
 
 
 def stream(completion: Completion, printer: Printer) -> None:
-    """Print an answer as it comes, after a spinner on terminals.
+    """Print an answer as it comes; on terminals after a spinner that turns until it begins.
 
     KeyboardInterrupt ends the completion, prints what was held back and goes on to the caller.
     """
     with Spinner() as spinner:
+
+        def show(text: str) -> None:
+            if text:
+                spinner.stop()
+                print(text, end="", flush=True)
+
         try:
             for text in completion:
-                spinner.stop()
-                printer.push(text)
+                show(printer.push(text))
         except KeyboardInterrupt:
-            spinner.stop()
-            printer.push(completion.end())
+            show(printer.push(completion.end()))
             raise
         finally:
-            spinner.stop()
-            printer.finish()
+            show(printer.finish())
 
 
 class Events:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from .app import say
+from .terminal import is_smart
 
 if TYPE_CHECKING:
     from minfer_cuda.llm import LLM, Completion
@@ -69,7 +70,7 @@ def open_model(path: str, settings: Settings, verbose: bool = False) -> Iterator
     from minfer_cuda.llm import LLM
 
     start = time.perf_counter()
-    progress = _show_progress if sys.stderr.isatty() else None
+    progress = _show_progress if is_smart(sys.stderr) else None
     with LLM(path, progress=progress, notify=notice, **vars(settings)) as llm:
         if verbose:
             seconds = time.perf_counter() - start

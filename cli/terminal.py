@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 from types import TracebackType
@@ -10,6 +11,7 @@ from typing import TextIO
 
 STYLES = {"dim": "2", "bold": "1", "red": "31", "green": "32", "yellow": "33"}
 INTERVAL_S = 0.1  # of the spinner
+CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")  # all but tab and line breaks
 
 
 def is_smart(stream: TextIO) -> bool:
@@ -25,6 +27,11 @@ def has_colours(stream: TextIO) -> bool:
 def styled(text: str, style: str, stream: TextIO) -> str:
     """`text` in one of `STYLES`, where `stream` has colours."""
     return f"\x1b[{STYLES[style]}m{text}\x1b[0m" if text and has_colours(stream) else text
+
+
+def harmless(text: str, stream: TextIO) -> str:
+    """`text` without what would drive a terminal, if `stream` is one: models may say anything."""
+    return CONTROL.sub("\ufffd", text) if stream.isatty() else text
 
 
 def frames(stream: TextIO) -> str:

@@ -40,12 +40,26 @@ def help_text(command: str) -> str:
     return "\n".join(["```", *lines, "```"])
 
 
+def chat_commands() -> str:
+    """The table of the commands of a chat."""
+    from cli.commands import COMMANDS
+
+    rows = [
+        (", ".join(f"`{f'{name} {c.argument}'.strip()}`" for name in c.names), c.help)
+        for c in COMMANDS
+    ]
+    lines = ["| Command | What it does |", "|---|---|"]
+    return "\n".join([*lines, *(f"| {names} | {text} |" for names, text in rows)])
+
+
 def part(name: str) -> str:
     """The text of one generated part."""
     if name == "types":
         from minfer_cuda.quants import supported_table
 
         return supported_table()
+    if name == "chat commands":
+        return chat_commands()
     if name in render.PARTS:
         return render.PARTS[name](render.load())
     return help_text(name.removeprefix("help "))

@@ -6,6 +6,7 @@ import os
 import select
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import ggufs
@@ -17,6 +18,7 @@ from cli.main import app
 ROOT = Path(__file__).resolve().parent.parent
 CPU = ("--device", "cpu", "--n-ctx", "256")
 GREEDY = (*CPU, "--temp", "0", "-n", "6")
+PATIENCE_S = 60  # with a loaded machine
 PROMPT = "\x1b[?2004h"  # bracketed paste on: the editor reads keys from here on
 
 
@@ -55,36 +57,58 @@ def one_error_line(result) -> str:
     return lines[0]
 
 
-class Terminal:
-    """`minfer chat` on a pseudo-terminal."""
+def _own_terminal():
+    """Make stdin the terminal whose Ctrl-C reaches this process, just begun."""
+    import fcntl
+    import termios
 
-    def __init__(self, model):
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+class Terminal:
+    """`minfer` on a pseudo-terminal, its history in `home`."""
+
+    def __init__(self, home, *arguments, **environment):
         pty = pytest.importorskip("pty")
         self.controller, user = pty.openpty()
-        streams = {"stdin": user, "stdout": user, "stderr": user}
-        environment = {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
-        self.process = process("chat", model, *GREEDY, **streams, env=environment,
-                               start_new_session=True)  # fmt: skip
+        environment = {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", "NO_COLOR": ""} | environment
+        environment |= {"XDG_STATE_HOME": str(home)}
+        self.process = process(*arguments, stdin=user, stdout=user, stderr=user, env=environment,
+                               start_new_session=True, preexec_fn=_own_terminal)  # fmt: skip
         os.close(user)
         self.seen = ""
+        self.mark = 0
 
-    def wait_for(self, text, count=1):
-        """Read until `text` was printed `count` times."""
-        while self.seen.count(text) < count:
-            ready, _, _ = select.select([self.controller], [], [], 30)
-            assert ready, f"{text!r} did not come: {self.seen!r}"
+    def wait_for(self, text):
+        """Read until `text` comes, after what was waited for before; what came in between."""
+        deadline = time.monotonic() + PATIENCE_S
+        while (found := self.seen.find(text, self.mark)) < 0:
+            left = deadline - time.monotonic()
+            ready = left > 0 and select.select([self.controller], [], [], left)[0]
+            assert ready, f"{text!r} did not come: {self.seen[self.mark :][-2000:]!r}"
             self.seen += os.read(self.controller, 4096).decode(errors="replace")
+        between, self.mark = self.seen[self.mark : found], found + len(text)
+        return between
 
     def type(self, keys):
-        os.write(self.controller, keys)
+        os.write(self.controller, keys.encode())
+
+    def ask(self, text):
+        """Type a line and wait for the next prompt; what came in between."""
+        self.type(f"{text}\r")
+        return self.wait_for(PROMPT)
 
     def exit_code(self):
-        """Of the process, whose last output is read away."""
+        """Of the process, whose last output is read."""
+        deadline = time.monotonic() + PATIENCE_S
         while self.process.poll() is None:
+            if time.monotonic() > deadline:
+                self.process.kill()
+                pytest.fail(f"it does not end: {self.seen[-2000:]!r}")
             ready, _, _ = select.select([self.controller], [], [], 1)
             try:
                 if ready:
-                    os.read(self.controller, 4096)
+                    self.seen += os.read(self.controller, 4096).decode(errors="replace")
             except OSError:  # the other end is closed
                 self.process.wait(60)
         os.close(self.controller)

@@ -179,14 +179,31 @@ def test_a_thought_is_told_from_the_answer_however_the_text_is_cut(text, inside,
 
 
 @pytest.mark.parametrize("size", [1, 4, 100])
-def test_a_hidden_thought_leaves_the_answer_alone(capsys, size):
+def test_a_hidden_thought_leaves_the_answer_alone(size):
     text = "<think>why\n</think>\n\nbecause"
     for hide in (True, False):
         printer = Printer(hide_thinking=hide)
-        for i in range(0, len(text), size):
-            printer.push(text[i : i + size])
-        printer.finish()
-        assert capsys.readouterr().out == ("because\n" if hide else f"{text}\n")
+        shown = [printer.push(text[i : i + size]) for i in range(0, len(text), size)]
+        assert "".join([*shown, printer.finish()]) == ("because\n" if hide else f"{text}\n")
+
+
+def test_a_thought_is_dimmed_on_a_terminal_that_has_colours(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert Printer().push("<think>a</think>b") == "\x1b[2m<think>a</think>\x1b[0mb"
+    for name, value in (("NO_COLOR", "1"), ("TERM", "dumb")):
+        monkeypatch.setenv(name, value)
+        assert Printer().push("<think>a</think>b") == "<think>a</think>b"
+        monkeypatch.delenv(name)
+        monkeypatch.setenv("TERM", "xterm")
+
+
+def test_an_answer_does_not_drive_the_terminal(monkeypatch):
+    evil = "a\x1b]0;title\x07\u009b2J\tb\n"
+    assert Printer().push(evil) == evil  # a pipe or a file gets what the model said
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert Printer().push(evil) == "a\ufffd]0;title\ufffd\ufffd2J\tb\n"
 
 
 def test_a_prompt_that_opens_a_thought_is_recognised(tiny_tokenizer):

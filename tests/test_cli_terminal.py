@@ -1,0 +1,149 @@
+"""`minfer chat` on a terminal: keys, paste, interrupts, history, colours, spinner, resize."""
+
+import fcntl
+import json
+import os
+import signal
+import struct
+import sys
+import termios
+
+import pytest
+from command_line import CPU, GREEDY, PROMPT, Terminal, process
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals")
+ENDLESS = ("--device", "cpu", "--n-ctx", "100000", "--ignore-eos")
+
+
+@pytest.fixture
+def chat(model, tmp_path):
+    """Starts chats that are ended when the test is over, and waits for their first prompt."""
+    started = []
+
+    def start(*arguments, **environment):
+        terminal = Terminal(tmp_path, "chat", model, *(arguments or GREEDY), **environment)
+        started.append(terminal)
+        terminal.wait_for(PROMPT)
+        return terminal
+
+    yield start
+    for terminal in started:
+        if terminal.process.poll() is None:
+            terminal.process.kill()
+        terminal.process.wait()
+
+
+def said(session):
+    return [m["content"] for m in json.loads(session.read_text()) if m["role"] == "user"]
+
+
+def test_ctrl_c_twice_at_an_empty_prompt_leaves_with_130(chat):
+    terminal = chat()
+    answer = terminal.ask("hello")
+    assert "context " in answer
+    terminal.type("words\x03")  # only cleared
+    terminal.wait_for(PROMPT)
+    assert "again" not in terminal.seen
+    terminal.type("\x03")
+    terminal.wait_for("again")
+    terminal.wait_for(PROMPT)
+    terminal.type("\x03")
+    assert terminal.exit_code() == 130
+    assert "Traceback" not in terminal.seen
+
+
+def test_ctrl_d_leaves_with_0_and_several_lines_are_one_message(chat, tmp_path):
+    session = tmp_path / "chat.json"
+    terminal = chat(*GREEDY, "--session", session)
+    terminal.ask("\x1b[200~hello\nworld\x1b[201~")  # pasted
+    terminal.ask("a\x1b\rb")  # Alt-Enter
+    terminal.ask('"""the\r\rend"""')  # Enter within a block
+    terminal.type("\x04")
+    assert terminal.exit_code() == 0
+    assert said(session) == ["hello\nworld", "a\nb", "the\n\nend"]
+
+
+def test_earlier_chats_are_found_again_and_commands_are_completed(chat, tmp_path):
+    first = chat()
+    first.ask("hello world")
+    first.ask("the end")
+    first.type("\x04")
+    assert first.exit_code() == 0
+    session = tmp_path / "chat.json"
+    second = chat(*GREEDY, "--session", session)
+    second.ask("\x1b[A")  # up
+    second.ask("\x12llo w\r")  # Ctrl-R
+    assert said(session) == ["the end", "hello world"]
+    assert "2 answers" in second.ask("/stat\t")
+    assert "temperature is 0.5" in second.ask("/set tempe\t 0.5")
+    assert oct((tmp_path / "minfer" / "chat-history").stat().st_mode & 0o777) == "0o600"
+
+
+def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(chat, tmp_path):
+    session = tmp_path / "chat.json"
+    terminal = chat(*ENDLESS, "--temp", "0", "--session", session)
+    terminal.type("hello\r")
+    terminal.wait_for("\x1b[K")  # the spinner is gone: the first token is there
+    terminal.type("\x03")
+    terminal.wait_for("interrupted")
+    terminal.wait_for(PROMPT)
+    terminal.ask("/set max_tokens 2")
+    again = terminal.ask("/regen")
+    assert "2 generated" in again
+    assert "Traceback" not in terminal.seen
+    terminal.ask("world")
+    assert said(session) == ["hello", "world"]
+
+
+def test_ctrl_c_at_any_moment_leads_back_to_the_prompt(chat):
+    terminal = chat(*ENDLESS, PYTHONUTF8="1")
+    for moment in ("\u280b", "\x1b[K", "l"):  # the spinner, the first token, in mid-answer
+        terminal.type("hello " * 50 + "\r")
+        terminal.wait_for("\u280b")
+        if moment != "\u280b":
+            terminal.wait_for(moment)
+        terminal.type("\x03")
+        terminal.wait_for("interrupted")
+        terminal.wait_for(PROMPT)
+    terminal.type("\x04")
+    assert terminal.exit_code() == 0
+    assert "Traceback" not in terminal.seen
+
+
+@pytest.mark.parametrize(
+    ("environment", "coloured", "spins"),
+    [({}, True, True), ({"NO_COLOR": "1"}, False, True), ({"TERM": "dumb"}, False, False)],
+    ids=str,
+)
+def test_colours_and_spinner_are_for_terminals_that_have_them(
+    model, tmp_path, environment, coloured, spins
+):
+    terminal = Terminal(tmp_path, "chat", model, *GREEDY, "--ignore-eos", **environment)
+    terminal.wait_for(">")
+    terminal.type("hello\r")
+    terminal.wait_for("generated")
+    terminal.wait_for(">")
+    terminal.type("/exit\r")
+    assert terminal.exit_code() == 0
+    assert ("\x1b[2m" in terminal.seen) == coloured
+    assert ("\r\x1b[K" in terminal.seen) == spins
+
+
+def test_a_terminal_may_change_its_size(chat):
+    terminal = chat()
+    terminal.type("hello")
+    for columns in (20, 7, 120):
+        size = struct.pack("HHHH", 24, columns, 0, 0)
+        fcntl.ioctl(terminal.controller, termios.TIOCSWINSZ, size)
+        os.kill(terminal.process.pid, signal.SIGWINCH)
+    terminal.type(" world\r")
+    terminal.wait_for("generated")
+    terminal.wait_for(PROMPT)
+    terminal.type("\x04")
+    assert terminal.exit_code() == 0
+
+
+def test_generate_has_no_spinner_in_what_is_piped(model):
+    with process("generate", model, "hello", *CPU, "-n", "2") as running:
+        out, err = running.communicate()
+    assert b"\x1b" not in out + err
