@@ -10,7 +10,7 @@ import ggufs
 import hypothesis
 import pytest
 from command_line import model  # noqa: F401 - a fixture
-from devices import device  # noqa: F401 - a fixture
+from devices import device, pytest_collection_modifyitems  # noqa: F401 - a fixture, a hook
 from kernel_coverage import (  # noqa: F401 - hooks
     pytest_sessionfinish,
     pytest_terminal_summary,

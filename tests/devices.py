@@ -49,3 +49,17 @@ def _instances(device: Device) -> list[tuple[str, str]]:
     }
     others = [(stem, name) for stem in stems() if stem != "matmul" for name in instances(stem, 75)]
     return [("matmul", name) for name in sorted(products)] + others
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A case marked gpu for its size runs on a GPU alone: the shim's half of it is dropped, so that
+    a GPU run is made of GPU tests."""
+
+    def shim_of_a_gpu_case(item: pytest.Item) -> bool:
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        return parameters.get("device") == "simt" and item.get_closest_marker("gpu") is not None
+
+    dropped = [item for item in items if shim_of_a_gpu_case(item)]
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = [item for item in items if not shim_of_a_gpu_case(item)]
