@@ -203,7 +203,7 @@ struct MatmulArguments {
 };
 
 template <class Q, class Tile, int Stages>
-__global__ void __launch_bounds__(kThreads) matmul(MatmulArguments a) {
+__global__ void __launch_bounds__(kThreads, 1) matmul(MatmulArguments a) {
     pdl_trigger();
     pdl_wait();
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;

@@ -25,7 +25,7 @@
 
 constexpr int kThreads = kNormThreads;  // twice on an SM: 64 registers a thread
 constexpr int kWarps = kThreads / kWarp;
-#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 800 || __CUDA_ARCH__ >= 1200)
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 800 || __CUDA_ARCH__ >= 1000)
 constexpr int kBlocks = 1;  // of an SM: 64 registers spill there
 #else
 constexpr int kBlocks = 2;
@@ -319,6 +319,11 @@ matvec_gate_up(const uint8_t* gate, const uint8_t* up, Input in, int8_t* qs_out,
 
 constexpr int kMostPairs = 64;
 
+template <class A, class B>
+constexpr bool is_same = false;
+template <class A>
+constexpr bool is_same<A, A> = true;
+
 struct QkvArguments {
     const uint8_t* w[3];    // q (H*E, K), k (G*E, K), v (G*E, K)
     const float* bias[3];   // (H*E), (G*E), (G*E)
@@ -392,7 +397,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks) matvec_qkv(QkvArguments a) 
     pdl_trigger();
     const int block = blockIdx.x, each = 16 * a.strips;
     const int q = a.heads * a.head_dim / each, k = a.kv_heads * a.head_dim / each;
-    if (block < q) {
+    if constexpr (is_same<Qq, Qk> && is_same<Qk, Qv>) {  // one body, as the code runs cold once a layer
+        const int which = block < q ? 0 : block < q + k ? 1 : 2;
+        project_heads<Qq, KV, In>(a, which, block - (which == 0 ? 0 : which == 1 ? q : q + k));
+    } else if (block < q) {
         project_heads<Qq, KV, In>(a, 0, block);
     } else if (block < q + k) {
         project_heads<Qk, KV, In>(a, 1, block - q);

@@ -35,8 +35,8 @@ def instances(types: Sequence[str]) -> list[str]:
 
 
 def _tiles(quant: QuantType) -> tuple[int, ...]:
-    """All but the largest where two scales and two minima a block fill the registers."""
-    return _TILES[:-1] if quant.name == "Q2_K" else _TILES
+    """All but the largest for the types whose unpacking fills the registers."""
+    return _TILES[:-1] if quant.name in ("Q2_K", "Q5_K") else _TILES
 
 
 def _stages(tile: int) -> tuple[int, ...]:
