@@ -10,6 +10,7 @@ from minfer_cuda.errors import MinferError
 
 from . import options
 from .app import say
+from .store import local_path
 
 
 def info(
@@ -28,7 +29,7 @@ def info(
     from minfer_cuda.info import check as find_damage
     from minfer_cuda.info import describe
 
-    with GGUFFile.open(model) as file:
+    with GGUFFile.open(local_path(model)) as file:
         try:
             config = Qwen2Config.from_gguf(file)
         except MinferError:

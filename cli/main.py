@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -15,6 +16,7 @@ from .chat import chat
 from .generate import generate
 from .info import info
 from .perplexity import perplexity
+from .store import list_models, pull, rm
 from .tokens import template, tokenize
 
 app = typer.Typer(
@@ -48,8 +50,20 @@ def _options(
     utf8_streams()
 
 
-for command in (generate, chat, info, tokenize, template, bench, perplexity):
-    app.command()(command)
+COMMANDS: dict[str, Callable[..., None]] = {
+    "generate": generate,
+    "chat": chat,
+    "pull": pull,
+    "list": list_models,
+    "rm": rm,
+    "info": info,
+    "tokenize": tokenize,
+    "template": template,
+    "bench": bench,
+    "perplexity": perplexity,
+}
+for name, command in COMMANDS.items():
+    app.command(name)(command)
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from .app import say
+from .store import local_path
 from .terminal import is_smart
 
 if TYPE_CHECKING:
@@ -65,16 +66,17 @@ class Sampling:
 
 
 @contextmanager
-def open_model(path: str, settings: Settings, verbose: bool = False) -> Iterator[LLM]:
+def open_model(reference: str, settings: Settings, verbose: bool = False) -> Iterator[LLM]:
     """The model, closed at the end. Notices and, on a terminal, progress go to stderr."""
     from minfer_cuda.llm import LLM
 
+    file = local_path(reference)
     start = time.perf_counter()
     progress = _show_progress if is_smart(sys.stderr) else None
-    with LLM(path, progress=progress, notify=notice, **vars(settings)) as llm:
+    with LLM(file, progress=progress, notify=notice, **vars(settings)) as llm:
         if verbose:
             seconds = time.perf_counter() - start
-            say(f"{path}: loaded in {seconds:.2f} s")
+            say(f"{file}: loaded in {seconds:.2f} s")
             say(f"{llm.engine.runner.describe()}")
         yield llm
 

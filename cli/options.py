@@ -14,6 +14,8 @@ from typing import Annotated, Any
 
 import typer
 
+from .store import complete_model
+
 N_CTX = 4096
 
 
@@ -58,7 +60,15 @@ def _number(name: str, text: str, default: str, metavar: str = "X", **limits: An
     )
 
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="A .gguf file (part 1 of a split).")]
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        autocompletion=complete_model,
+        help="A .gguf file (part 1 of a split), a name of `minfer list` or its beginning, "
+        "hf:OWNER/REPO[:QUANT|FILE] or ollama:NAME[:TAG].",
+    ),
+]
 NCtx = Annotated[
     int,
     typer.Option(

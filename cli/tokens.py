@@ -11,6 +11,7 @@ import typer
 
 from . import options
 from .generate import read_prompt
+from .store import local_path
 
 if TYPE_CHECKING:
     from minfer_cuda.tokenizer import Tokenizer
@@ -38,7 +39,7 @@ def tokenize(
     from minfer_cuda.tokenizer import Tokenizer
 
     words = read_prompt(text, prompt_file)
-    with GGUFFile.open(model) as file:
+    with GGUFFile.open(local_path(model)) as file:
         tokenizer = Tokenizer(file.metadata)
     ids = tokenizer.encode(words, parse_special=not no_special)
     print(json.dumps(ids) if ids_only else table(ids, tokenizer))
@@ -78,7 +79,7 @@ def template(
 
     from .model import notice
 
-    with GGUFFile.open(model) as file:
+    with GGUFFile.open(local_path(model)) as file:
         tokenizer = Tokenizer(file.metadata)
         rendering = ChatTemplate.from_metadata(file.metadata, chat_template)
     for sentence in rendering.notices:

@@ -33,6 +33,10 @@ class SessionError(MinferError):
     """A saved conversation cannot be read or written."""
 
 
+class StoreError(MinferError):
+    """A name that stands for no model or several, or a model that cannot be fetched or removed."""
+
+
 class ContextFullError(MinferError):
     """A position at or past n_ctx was asked for. Nothing has been written."""
 

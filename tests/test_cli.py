@@ -19,7 +19,7 @@ from command_line import (
     process,
 )
 
-from cli import options
+from cli import main, options
 from cli.app import one_line
 from cli.main import app
 from minfer_cuda import __version__
@@ -36,7 +36,7 @@ def test_the_version_is_the_packages():
     assert (result.exit_code, result.stdout) == (0, f"minfer {__version__}\n")
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", main.COMMANDS)
 def test_every_option_has_help_and_every_command_an_example(command):
     result = minfer(command, "-h")
     assert result.exit_code == 0

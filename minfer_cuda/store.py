@@ -1,0 +1,277 @@
+"""Models by name: what is kept on this machine, and where the rest comes from.
+
+A reference is a path, `hf:OWNER/REPO[:QUANT|FILE]`, `ollama:NAME[:TAG]`, or the name of a model
+that was fetched before. Models lie in one folder, under `hf/OWNER/REPO/` and `ollama/OWNER/NAME/`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import platformdirs
+
+from minfer_cuda import download
+from minfer_cuda.download import Remote
+from minfer_cuda.errors import StoreError, UsageError
+
+OLLAMA_REGISTRY = "https://registry.ollama.ai"
+MANIFEST = "application/vnd.docker.distribution.manifest.v2+json"
+MODEL_LAYER = "application/vnd.ollama.image.model"
+SPLIT = re.compile(r"(?P<base>.*)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf", re.IGNORECASE)
+WORD = r"[A-Za-z0-9][\w.-]*"
+HF = re.compile(rf"hf:(?P<repo>{WORD}/{WORD})(?::(?P<choice>.+))?")
+OLLAMA = re.compile(rf"ollama:(?:(?P<owner>{WORD})/)?(?P<name>{WORD})(?::(?P<tag>{WORD}))?")
+
+Progress = Callable[[str, int, int], None]  # file name, bytes done, bytes in all
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model that is on this machine: `paths` are its file, or its parts in order."""
+
+    name: str
+    source: str
+    paths: tuple[Path, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all parts."""
+        return sum(path.stat().st_size for path in self.paths)
+
+
+def folder() -> Path:
+    """Where models are kept."""
+    chosen = os.environ.get("MINFER_MODEL_DIR")
+    if chosen:
+        return Path(chosen)
+    return platformdirs.user_cache_path("minfer", appauthor=False) / "models"
+
+
+def is_remote(reference: str) -> bool:
+    """Whether a reference names a model of a hub."""
+    return reference.startswith(("hf:", "ollama:"))
+
+
+def models() -> list[Model]:
+    """All models that are here, by name."""
+    found = []
+    root = folder()
+    for base in (root / "hf", root / "ollama"):
+        for place in sorted({path.parent for path in base.rglob("*.gguf")}):
+            files = {path.name: path for path in place.glob("*.gguf") if path.is_file()}
+            for parts in groups(files):
+                paths = tuple(files[name] for name in parts)
+                found.append(Model(_title(parts), _source(place.relative_to(root), parts), paths))
+    return sorted(found, key=lambda model: (model.name.lower(), model.source))
+
+
+def unfinished() -> list[Path]:
+    """What interrupted downloads have left."""
+    return sorted(folder().rglob(f"*{download.PART_SUFFIX}"))
+
+
+def resolve(reference: str, progress: Progress) -> Path:
+    """The file that a reference means, part 1 of a split model; one of a hub that is not here is
+    fetched. Raises StoreError and UsageError, the latter for a malformed reference."""
+    if is_remote(reference):
+        here = _cached(reference)
+        return here.paths[0] if here else pull(reference, progress).paths[0]
+    path = Path(reference).expanduser()
+    if path.exists() or reference.startswith((".", "~")) or len(path.parts) > 1:
+        return path
+    model = find(reference)
+    return model.paths[0] if model else path
+
+
+def find(name: str) -> Model | None:
+    """The model of this name: its reference, exactly its name, or the one that begins so. None
+    where nothing does; StoreError where several do."""
+    if is_remote(name):
+        return _cached(name)
+    wanted = name.lower().removesuffix(".gguf")
+    here = models()
+    exact = [m for m in here if wanted in (m.name.lower(), _stem(m.paths[0].name).lower())]
+    return _only(exact or [m for m in here if m.name.lower().startswith(wanted)], name)
+
+
+def pull(reference: str, progress: Progress) -> Model:
+    """Fetch a model of a hub, or what is missing of it. Raises StoreError and UsageError."""
+    place, files = _offered(reference)
+    root = folder()
+    todo = [(remote, root / place / name) for name, remote in files.items()]
+    todo = [(r, target) for r, target in todo if not _is_there(target, r.size)]
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise StoreError(f"cannot make {root}: {e.strerror}") from e
+    download.check_space(todo, root)
+    for remote, target in todo:
+        name = target.name
+        download.fetch(remote, target, lambda done, size, n=name: progress(n, done, size))
+    paths = tuple(root / place / name for name in files)
+    return Model(_title(list(files)), reference, paths)
+
+
+def remove(paths: Iterable[Path]) -> int:
+    """Delete files, and the folders that become empty; returns their bytes."""
+    freed = 0
+    try:
+        for path in paths:
+            freed += path.stat().st_size
+            path.unlink()
+            for parent in path.parents:
+                if parent == folder() or any(parent.iterdir()):
+                    break
+                parent.rmdir()
+    except OSError as e:
+        raise StoreError(f"cannot remove {e.filename}: {e.strerror}") from e
+    return freed
+
+
+def groups(names: Iterable[str]) -> list[list[str]]:
+    """The complete models among file names: each a file, or all the parts of one in order."""
+    found: dict[str, dict[int, str]] = {}
+    for name in names:
+        split = SPLIT.fullmatch(name)
+        key = f"{split['base']} {split['parts']}" if split else name
+        found.setdefault(key, {})[int(split["part"]) if split else 1] = name
+    complete = []
+    for parts in found.values():
+        split = SPLIT.fullmatch(next(iter(parts.values())))
+        n_parts = int(split["parts"]) if split else 1
+        if sorted(parts) == list(range(1, n_parts + 1)):
+            complete.append([parts[i] for i in sorted(parts)])
+    return complete
+
+
+def choose(names: Iterable[str], choice: str | None, what: str) -> list[str]:
+    """The one model among file names that `choice` means: a file name, or the quantisation that
+    the name ends with; None takes the only one. Raises StoreError with the list."""
+    offered = groups(name for name in names if name.lower().endswith(".gguf"))
+    fitting = offered
+    if choice is not None:
+        exact = [g for g in offered if any(choice in (n, PurePosixPath(n).name) for n in g)]
+        fitting = exact or [g for g in offered if _ends_with(_title(g), choice)]
+    if len(fitting) == 1:
+        return fitting[0]
+    listing = ", ".join(_title(g) for g in (fitting or offered)) or "none"
+    if not fitting:
+        raise StoreError(f"{what} has no such model; there are: {listing}")
+    raise StoreError(f"{what} may mean several models, add :QUANT or :FILE; there are: {listing}")
+
+
+def _ends_with(title: str, choice: str) -> bool:
+    title, choice = title.lower(), choice.lower()
+    return title == choice or title.endswith((f"-{choice}", f".{choice}"))
+
+
+def _title(parts: Sequence[str]) -> str:
+    """A model's name: the file's, without folder, part number and ending."""
+    return _stem(PurePosixPath(parts[0]).name)
+
+
+def _stem(name: str) -> str:
+    split = SPLIT.fullmatch(name)
+    return split["base"] if split else name[: -len(".gguf")]
+
+
+def _source(place: Path, parts: Sequence[str]) -> str:
+    kind, owner, name, *_ = (*place.parts, "", "")
+    if kind == "hf":
+        return f"hf:{owner}/{name}:{parts[0]}"
+    tag = _title(parts).removeprefix(f"{name}-")
+    return f"ollama:{name}:{tag}" if owner == "library" else f"ollama:{owner}/{name}:{tag}"
+
+
+def _only(found: Sequence[Model], name: str) -> Model | None:
+    if len(found) > 1:
+        listing = ", ".join(model.source for model in found)
+        raise StoreError(f"{name} is ambiguous: it may be {listing}")
+    return found[0] if found else None
+
+
+def _cached(reference: str) -> Model | None:
+    """What is here of a hub's model; None where that is nothing."""
+    if match := HF.fullmatch(reference):
+        place = PurePosixPath("hf", match["repo"])
+        here = [m for m in models() if m.source.startswith(f"hf:{match['repo']}:")]
+        files = {path.name: m for m in here for path in m.paths}
+        try:
+            return files[choose(files, match["choice"], reference)[0]]
+        except StoreError:
+            return None  # another one may be wanted than those that are here
+    place, name = _ollama_file(reference)
+    return next((m for m in models() if m.paths[0] == folder() / place / name), None)
+
+
+def _is_there(target: Path, size: int) -> bool:
+    return target.is_file() and target.stat().st_size == size
+
+
+def _offered(reference: str) -> tuple[PurePosixPath, Mapping[str, Remote]]:
+    """Where a hub's model is kept here, and its files there, by their names here."""
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        raise StoreError(f"{reference} is not here and HF_HUB_OFFLINE is set; see `minfer list`")
+    match = HF.fullmatch(reference)
+    return _of_hugging_face(match) if match else _of_ollama(reference)
+
+
+def _of_hugging_face(match: re.Match[str]) -> tuple[PurePosixPath, Mapping[str, Remote]]:
+    from huggingface_hub import HfApi, constants, get_token, hf_hub_url
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+    from huggingface_hub.utils import build_hf_headers
+
+    repo, reference = match["repo"], match[0]
+    endpoint = (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
+    token = get_token()
+    try:
+        api = HfApi(endpoint=endpoint, token=token)
+        found = api.model_info(repo, files_metadata=True, timeout=download.TIMEOUT_S)
+    except GatedRepoError:
+        raise StoreError(f"{repo} is gated: accept its terms there and set HF_TOKEN") from None
+    except RepositoryNotFoundError:
+        raise StoreError(f"{endpoint} has no {repo}, or HF_TOKEN may not see it") from None
+    except Exception as e:  # every transport has its own exceptions
+        raise StoreError(f"{endpoint} does not answer: {type(e).__name__}: {e}") from e
+    offered = {file.rfilename: file for file in found.siblings or ()}
+    headers = {k: str(v) for k, v in build_hf_headers(token=token or False).items()}
+    files = {}
+    for name in choose(offered, match["choice"], reference):
+        file = offered[name]
+        if file.size is None:
+            raise StoreError(f"{endpoint} does not say how large {repo}/{name} is")
+        url = hf_hub_url(repo, name, revision=found.sha, endpoint=endpoint)
+        sha256 = file.lfs.sha256 if file.lfs else None
+        files[PurePosixPath(name).name] = Remote(url, file.size, sha256, headers)
+    return PurePosixPath("hf", repo), files
+
+
+def _ollama_file(reference: str) -> tuple[PurePosixPath, str]:
+    """Folder and file name here. Raises UsageError."""
+    match = OLLAMA.fullmatch(reference)
+    if match is None:
+        form = "hf:OWNER/REPO[:QUANT|FILE] or ollama:NAME[:TAG]"
+        raise UsageError(f"{reference!r} names no model: the form is {form}")
+    owner, name, tag = match["owner"] or "library", match["name"], match["tag"] or "latest"
+    return PurePosixPath("ollama", owner, name), f"{name}-{tag}.gguf"
+
+
+def _of_ollama(reference: str) -> tuple[PurePosixPath, Mapping[str, Remote]]:
+    place, file = _ollama_file(reference)
+    _, owner, name = place.parts
+    tag = file.removeprefix(f"{name}-").removesuffix(".gguf")
+    registry = (os.environ.get("MINFER_OLLAMA_REGISTRY") or OLLAMA_REGISTRY).rstrip("/")
+    base = f"{registry}/v2/{owner}/{name}"
+    manifest = download.get_json(f"{base}/manifests/{tag}", {"Accept": MANIFEST})
+    try:
+        layers = [x for x in manifest["layers"] if x["mediaType"] == MODEL_LAYER]
+        (layer,) = layers
+        size, digest = int(layer["size"]), str(layer["digest"])
+    except (KeyError, TypeError, ValueError) as e:
+        raise StoreError(f"{reference} is not one GGUF file: {base}/manifests/{tag}") from e
+    sha256 = digest.removeprefix("sha256:")
+    return place, {file: Remote(f"{base}/blobs/{digest}", size, sha256)}
