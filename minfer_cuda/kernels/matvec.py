@@ -87,14 +87,14 @@ def _input(kernel: str, x: Row, w: Matrix) -> tuple[_Input, str]:
     if isinstance(x, Unnormed):
         expect(kernel, "x", x.x, (1, w.cols), np.float32)
         expect(kernel, "weight", x.weight, (w.cols,), np.float32)
-        rows = (None, None, None, x.x.data.ptr, x.weight.data.ptr, x.eps)
-        return _Input(*rows, w.cols, part_records(w)), "Normed"
+        normed = (None, None, None, x.x.data.ptr, x.weight.data.ptr, x.eps)
+        return _Input(*normed, w.cols, part_records(w)), "Normed"
     if x.qs is None or x.ds is None:
         raise KernelError(f"{kernel}: the input has no q8 form")
     expect(kernel, "qs", x.qs, (1, padded(w.cols)), np.int8)
     expect(kernel, "ds", x.ds, (1, padded(w.cols) // 32), np.uint64)
-    rows = (x.qs.data.ptr, x.ds.data.ptr, pointer(x.scale), None, None, 0.0)
-    return _Input(*rows, w.cols, part_records(w)), "Quantised"
+    q8 = (x.qs.data.ptr, x.ds.data.ptr, pointer(x.scale), None, None, 0.0)
+    return _Input(*q8, w.cols, part_records(w)), "Quantised"
 
 
 class _Output(ctypes.Structure):

@@ -122,7 +122,7 @@ class CudaRunner:
         self._draws, results = device.pinned((SLOTS, Sampler.RESULT_BYTES), np.uint8)
         self.sampler = Sampler(device, config.n_vocab, n_ctx + 1, results=results)
         self._logits: DeviceArray | None = None
-        self._one_row: DeviceArray | None = None  # where every forward for one row leaves it
+        self._one_row: DeviceArray = None  # where every forward for one row leaves it
         self._next_position = -1  # what the device's state holds, once steps run
         self._unread: deque[tuple[int, Any]] = deque()  # draw number, its event
 
@@ -226,7 +226,7 @@ class CudaRunner:
     def _decode(self) -> None:
         """Forward the last drawn token and draw the next: what a graph is captured from."""
         self._forward(Step(self.sampler.token, self.sampler.position), 1)
-        self.sampler.sample(self._logits[-1], advance=1)
+        self.sampler.sample(self._one_row[-1], advance=1)
 
     def _push(self) -> None:
         if len(self._unread) == SLOTS:
