@@ -20,7 +20,9 @@ def info(
         bool, typer.Option("--check", help="Also read every tensor and name those with NaN or Inf.")
     ] = False,
 ) -> None:
-    """Show a model file: metadata, tensors by type, sizes, memory. Needs no GPU.
+    """Show a model file: metadata, tensors, sizes, memory.
+
+    Needs no GPU.
 
     Example: minfer info model.gguf --n-ctx 32768
     """

@@ -23,7 +23,8 @@ app = typer.Typer(
     name="minfer",
     cls=Boundary,
     help="Run GGUF models of the Qwen2 family on an NVIDIA GPU, or on the CPU.",
-    epilog="Example: minfer generate model.gguf 'Why is the sky blue?'",
+    epilog="Example: minfer generate model.gguf 'Why is the sky blue?' \n\n"
+    "Exit codes: 0 done, 1 the model file, the data or the device, 2 usage, 130 interrupted.",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     no_args_is_help=True,
     add_completion=True,

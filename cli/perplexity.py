@@ -69,10 +69,11 @@ def perplexity(
     kv_type: options.KV = options.KVType.F16,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Measure how well a model predicts a text, or how far its predictions are from a base's.
+    """Measure how well a model predicts a text.
 
-    The text is cut into chunks and the second half of each is scored. Chunks, statistics and files
-    of saved predictions are those of llama-perplexity. A chunk of 512 tokens takes 78 MB of a file.
+    Or, with a base, how far its predictions are from the base's. The text is cut into chunks and
+    the second half of each is scored. Chunks, statistics and files of saved predictions are those
+    of llama-perplexity. A chunk of 512 tokens takes 78 MB of a file.
 
     Example: minfer perplexity model.gguf -f text.txt --chunks 20 --save-logits base.bin
     """

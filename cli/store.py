@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -24,18 +26,19 @@ def pull(
         str, typer.Argument(metavar="NAME", help="hf:OWNER/REPO[:QUANT|FILE] or ollama:NAME[:TAG].")
     ],
 ) -> None:
-    """Fetch a model, or what is missing of it; an interrupted download is resumed.
+    """Fetch a model.
 
-    Size and SHA-256 are verified. HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE and the proxies of the
-    environment are honoured. stdout has the path of the model.
+    An interrupted download is resumed, size and SHA-256 are verified. HF_ENDPOINT, HF_TOKEN,
+    HF_HUB_OFFLINE and the proxies of the environment are honoured. stdout has the model's path.
 
     Example: minfer pull hf:Qwen/Qwen2.5-0.5B-Instruct-GGUF:q4_k_m
     """
-    from minfer_cuda import store
+    from minfer_cuda import hubs, store
 
     if not store.is_remote(reference):
         raise UsageError(f"{reference!r} is not hf:OWNER/REPO[:QUANT|FILE] or ollama:NAME[:TAG]")
-    model = store.pull(reference, Progress())
+    with progress() as show:
+        model = hubs.pull(reference, show)
     say(f"{model.name}: {size_text(model.size)}")
     print(model.paths[0])
 
@@ -43,7 +46,7 @@ def pull(
 def list_models(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
 ) -> None:
-    """List the models that were fetched, with their sizes and where they come from.
+    """List the fetched models.
 
     Example: minfer list
     """
@@ -75,7 +78,7 @@ def rm(
         bool, typer.Option("--unfinished", help="Remove what interrupted downloads have left.")
     ] = False,
 ) -> None:
-    """Remove fetched models from this machine.
+    """Remove fetched models.
 
     Example: minfer rm qwen2.5-0.5b-instruct-q4_k_m
     """
@@ -98,7 +101,8 @@ def local_path(reference: str) -> Path:
     """The file of a model that a command was given; fetched if it is a hub's and not here."""
     from minfer_cuda import store
 
-    return store.resolve(reference, Progress())
+    with progress() as show:
+        return store.resolve(reference, show)
 
 
 def complete_model(incomplete: str) -> list[str]:
@@ -134,6 +138,22 @@ class Progress:
         line = f"[{bar:.<{BAR}}] {size_text(done)} of {size_text(size)}, {size_text(int(rate))}/s"
         end = "" if done < size else "\n"
         print(f"\r\x1b[K{line}{left if done < size else ''}", end=end, file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        """Erase a line that was not finished."""
+        if self._drawn:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def progress() -> Iterator[Progress]:
+    """The progress of what is fetched within; nothing is left of it after an error."""
+    shown = Progress()
+    try:
+        yield shown
+    except BaseException:
+        shown.clear()
+        raise
 
 
 def size_text(n_bytes: int) -> str:

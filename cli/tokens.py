@@ -31,7 +31,9 @@ def tokenize(
     ] = False,
     ids_only: Ids = False,
 ) -> None:
-    """Show the token ids of a text, one a line with what each stands for. Needs no GPU.
+    """Show the token ids of a text.
+
+    One a line, with what it stands for. Needs no GPU.
 
     Example: minfer tokenize model.gguf "Why is the sky blue?"
     """
@@ -68,7 +70,9 @@ def template(
     ] = False,
     ids_only: Ids = False,
 ) -> None:
-    """Show the prompt that the chat template makes: its text, then its token ids. Needs no GPU.
+    """Show the prompt that the chat template makes.
+
+    Its text, then its token ids. Needs no GPU.
 
     Example: minfer template model.gguf "Why is the sky blue?" --system "Be brief."
     """

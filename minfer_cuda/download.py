@@ -17,13 +17,13 @@ from typing import IO, Any
 from urllib.parse import urlsplit
 
 from minfer_cuda.errors import StoreError
+from minfer_cuda.store import PART_SUFFIX
 
 CHUNK_BYTES = 1 << 20
 TIMEOUT_S = 30.0  # without a byte
 MOST_FAILURES = 5  # in a row, without a new byte
 PAUSE_S = 1.0  # after the first failure; doubled after each other
 SPARE_BYTES = 64 << 20  # of the disk, left free
-PART_SUFFIX = ".part"
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 

@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import platformdirs
 
-from minfer_cuda import download
-from minfer_cuda.download import Remote
 from minfer_cuda.errors import StoreError, UsageError
 
-OLLAMA_REGISTRY = "https://registry.ollama.ai"
-MANIFEST = "application/vnd.docker.distribution.manifest.v2+json"
-MODEL_LAYER = "application/vnd.ollama.image.model"
+PART_SUFFIX = ".part"  # of an unfinished download
 SPLIT = re.compile(r"(?P<base>.*)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf", re.IGNORECASE)
 WORD = r"[A-Za-z0-9][\w.-]*"
 HF = re.compile(rf"hf:(?P<repo>{WORD}/{WORD})(?::(?P<choice>.+))?")
@@ -65,13 +61,13 @@ def models() -> list[Model]:
             files = {path.name: path for path in place.glob("*.gguf") if path.is_file()}
             for parts in groups(files):
                 paths = tuple(files[name] for name in parts)
-                found.append(Model(_title(parts), _source(place.relative_to(root), parts), paths))
+                found.append(Model(title(parts), _source(place.relative_to(root), parts), paths))
     return sorted(found, key=lambda model: (model.name.lower(), model.source))
 
 
 def unfinished() -> list[Path]:
     """What interrupted downloads have left."""
-    return sorted(folder().rglob(f"*{download.PART_SUFFIX}"))
+    return sorted(folder().rglob(f"*{PART_SUFFIX}"))
 
 
 def resolve(reference: str, progress: Progress) -> Path:
@@ -79,12 +75,21 @@ def resolve(reference: str, progress: Progress) -> Path:
     fetched. Raises StoreError and UsageError, the latter for a malformed reference."""
     if is_remote(reference):
         here = _cached(reference)
-        return here.paths[0] if here else pull(reference, progress).paths[0]
+        if here is None:
+            from minfer_cuda.hubs import pull
+
+            here = pull(reference, progress)
+        return here.paths[0]
     path = Path(reference).expanduser()
     if path.exists() or reference.startswith((".", "~")) or len(path.parts) > 1:
         return path
     model = find(reference)
-    return model.paths[0] if model else path
+    if model is None:
+        raise StoreError(
+            f"{reference} is neither a file nor a fetched model: see `minfer list` and "
+            "`minfer pull -h`"
+        )
+    return model.paths[0]
 
 
 def find(name: str) -> Model | None:
@@ -96,24 +101,6 @@ def find(name: str) -> Model | None:
     here = models()
     exact = [m for m in here if wanted in (m.name.lower(), _stem(m.paths[0].name).lower())]
     return _only(exact or [m for m in here if m.name.lower().startswith(wanted)], name)
-
-
-def pull(reference: str, progress: Progress) -> Model:
-    """Fetch a model of a hub, or what is missing of it. Raises StoreError and UsageError."""
-    place, files = _offered(reference)
-    root = folder()
-    todo = [(remote, root / place / name) for name, remote in files.items()]
-    todo = [(r, target) for r, target in todo if not _is_there(target, r.size)]
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise StoreError(f"cannot make {root}: {e.strerror}") from e
-    download.check_space(todo, root)
-    for remote, target in todo:
-        name = target.name
-        download.fetch(remote, target, lambda done, size, n=name: progress(n, done, size))
-    paths = tuple(root / place / name for name in files)
-    return Model(_title(list(files)), reference, paths)
 
 
 def remove(paths: Iterable[Path]) -> int:
@@ -155,10 +142,10 @@ def choose(names: Iterable[str], choice: str | None, what: str) -> list[str]:
     fitting = offered
     if choice is not None:
         exact = [g for g in offered if any(choice in (n, PurePosixPath(n).name) for n in g)]
-        fitting = exact or [g for g in offered if _ends_with(_title(g), choice)]
+        fitting = exact or [g for g in offered if _ends_with(title(g), choice)]
     if len(fitting) == 1:
         return fitting[0]
-    listing = ", ".join(_title(g) for g in (fitting or offered)) or "none"
+    listing = ", ".join(title(g) for g in (fitting or offered)) or "none"
     if not fitting:
         raise StoreError(f"{what} has no such model; there are: {listing}")
     raise StoreError(f"{what} may mean several models, add :QUANT or :FILE; there are: {listing}")
@@ -169,7 +156,7 @@ def _ends_with(title: str, choice: str) -> bool:
     return title == choice or title.endswith((f"-{choice}", f".{choice}"))
 
 
-def _title(parts: Sequence[str]) -> str:
+def title(parts: Sequence[str]) -> str:
     """A model's name: the file's, without folder, part number and ending."""
     return _stem(PurePosixPath(parts[0]).name)
 
@@ -183,7 +170,7 @@ def _source(place: Path, parts: Sequence[str]) -> str:
     kind, owner, name, *_ = (*place.parts, "", "")
     if kind == "hf":
         return f"hf:{owner}/{name}:{parts[0]}"
-    tag = _title(parts).removeprefix(f"{name}-")
+    tag = title(parts).removeprefix(f"{name}-")
     return f"ollama:{name}:{tag}" if owner == "library" else f"ollama:{owner}/{name}:{tag}"
 
 
@@ -204,53 +191,11 @@ def _cached(reference: str) -> Model | None:
             return files[choose(files, match["choice"], reference)[0]]
         except StoreError:
             return None  # another one may be wanted than those that are here
-    place, name = _ollama_file(reference)
+    place, name = ollama_file(reference)
     return next((m for m in models() if m.paths[0] == folder() / place / name), None)
 
 
-def _is_there(target: Path, size: int) -> bool:
-    return target.is_file() and target.stat().st_size == size
-
-
-def _offered(reference: str) -> tuple[PurePosixPath, Mapping[str, Remote]]:
-    """Where a hub's model is kept here, and its files there, by their names here."""
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-        raise StoreError(f"{reference} is not here and HF_HUB_OFFLINE is set; see `minfer list`")
-    match = HF.fullmatch(reference)
-    return _of_hugging_face(match) if match else _of_ollama(reference)
-
-
-def _of_hugging_face(match: re.Match[str]) -> tuple[PurePosixPath, Mapping[str, Remote]]:
-    from huggingface_hub import HfApi, constants, get_token, hf_hub_url
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
-    from huggingface_hub.utils import build_hf_headers
-
-    repo, reference = match["repo"], match[0]
-    endpoint = (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
-    token = get_token()
-    try:
-        api = HfApi(endpoint=endpoint, token=token)
-        found = api.model_info(repo, files_metadata=True, timeout=download.TIMEOUT_S)
-    except GatedRepoError:
-        raise StoreError(f"{repo} is gated: accept its terms there and set HF_TOKEN") from None
-    except RepositoryNotFoundError:
-        raise StoreError(f"{endpoint} has no {repo}, or HF_TOKEN may not see it") from None
-    except Exception as e:  # every transport has its own exceptions
-        raise StoreError(f"{endpoint} does not answer: {type(e).__name__}: {e}") from e
-    offered = {file.rfilename: file for file in found.siblings or ()}
-    headers = {k: str(v) for k, v in build_hf_headers(token=token or False).items()}
-    files = {}
-    for name in choose(offered, match["choice"], reference):
-        file = offered[name]
-        if file.size is None:
-            raise StoreError(f"{endpoint} does not say how large {repo}/{name} is")
-        url = hf_hub_url(repo, name, revision=found.sha, endpoint=endpoint)
-        sha256 = file.lfs.sha256 if file.lfs else None
-        files[PurePosixPath(name).name] = Remote(url, file.size, sha256, headers)
-    return PurePosixPath("hf", repo), files
-
-
-def _ollama_file(reference: str) -> tuple[PurePosixPath, str]:
+def ollama_file(reference: str) -> tuple[PurePosixPath, str]:
     """Folder and file name here. Raises UsageError."""
     match = OLLAMA.fullmatch(reference)
     if match is None:
@@ -258,20 +203,3 @@ def _ollama_file(reference: str) -> tuple[PurePosixPath, str]:
         raise UsageError(f"{reference!r} names no model: the form is {form}")
     owner, name, tag = match["owner"] or "library", match["name"], match["tag"] or "latest"
     return PurePosixPath("ollama", owner, name), f"{name}-{tag}.gguf"
-
-
-def _of_ollama(reference: str) -> tuple[PurePosixPath, Mapping[str, Remote]]:
-    place, file = _ollama_file(reference)
-    _, owner, name = place.parts
-    tag = file.removeprefix(f"{name}-").removesuffix(".gguf")
-    registry = (os.environ.get("MINFER_OLLAMA_REGISTRY") or OLLAMA_REGISTRY).rstrip("/")
-    base = f"{registry}/v2/{owner}/{name}"
-    manifest = download.get_json(f"{base}/manifests/{tag}", {"Accept": MANIFEST})
-    try:
-        layers = [x for x in manifest["layers"] if x["mediaType"] == MODEL_LAYER]
-        (layer,) = layers
-        size, digest = int(layer["size"]), str(layer["digest"])
-    except (KeyError, TypeError, ValueError) as e:
-        raise StoreError(f"{reference} is not one GGUF file: {base}/manifests/{tag}") from e
-    sha256 = digest.removeprefix("sha256:")
-    return place, {file: Remote(f"{base}/blobs/{digest}", size, sha256)}

@@ -1,5 +1,6 @@
 """`minfer generate`, `tokenize` and `template`: events, prompts from files, filling in, echo."""
 
+import io
 import json
 import signal
 
@@ -14,6 +15,7 @@ from command_line import (
 )
 
 from cli.answer import Printer
+from cli.terminal import frames
 from cli.thinking import Piece, ThoughtSplitter, begins_in_thought
 
 
@@ -204,6 +206,12 @@ def test_an_answer_does_not_drive_the_terminal(monkeypatch):
     assert Printer().push(evil) == evil  # a pipe or a file gets what the model said
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     assert Printer().push(evil) == "a\ufffd]0;title\ufffd\ufffd2J\tb\n"
+
+
+def test_the_spinner_is_of_characters_that_the_terminal_has():
+    for encoding in ("ascii", "cp1252", "utf-8"):
+        stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+        frames(stream).encode(encoding)
 
 
 def test_a_prompt_that_opens_a_thought_is_recognised(tiny_tokenizer):

@@ -10,7 +10,8 @@ import ggufs
 import pytest
 from command_line import GREEDY, minfer, one_error_line
 
-from minfer_cuda import download, store
+from cli.store import complete_model
+from minfer_cuda import download, hubs, store
 from minfer_cuda.errors import StoreError, UsageError
 
 DATA = bytes(range(256)) * 700
@@ -50,7 +51,7 @@ class Hub(ThreadingHTTPServer):
         digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
         layers = [
             {"mediaType": "application/vnd.ollama.image.license", "size": 1, "digest": "sha256:1"},
-            {"mediaType": store.MODEL_LAYER, "size": len(data), "digest": digest},
+            {"mediaType": hubs.MODEL_LAYER, "size": len(data), "digest": digest},
         ]
         self.files[f"/v2/{path}/manifests/{tag}"] = json.dumps({"layers": layers}).encode()
         self.files[f"/v2/{path}/blobs/{digest}"] = data
@@ -149,7 +150,7 @@ def test_a_model_is_fetched_verified_listed_used_and_removed(hub, tmp_path):
 def test_a_connection_that_is_cut_is_resumed_where_it_was(hub, tmp_path):
     hub.publish("a/b", m=DATA)
     hub.cut = 100_000
-    model = store.pull("hf:a/b", silent)
+    model = hubs.pull("hf:a/b", silent)
     assert model.paths[0].read_bytes() == DATA
     assert hub.ranges_asked == [None, "bytes=100000-"]
     assert names(tmp_path / "models") == ["hf/a/b/m.gguf"]
@@ -167,7 +168,7 @@ def test_a_later_command_goes_on_where_an_earlier_one_gave_up(hub, tmp_path, mon
 
     monkeypatch.setattr(download._Transfer, "_receive", once)
     with pytest.raises(KeyboardInterrupt):
-        store.pull("hf:a/b", silent)
+        hubs.pull("hf:a/b", silent)
     (unfinished,) = store.unfinished()
     assert unfinished.stat().st_size == 50_000
     assert "unfinished" in minfer("list").stderr
@@ -175,7 +176,7 @@ def test_a_later_command_goes_on_where_an_earlier_one_gave_up(hub, tmp_path, mon
     monkeypatch.setenv("MINFER_MODEL_DIR", str(tmp_path / "models"))
     monkeypatch.setenv("HF_ENDPOINT", hub.url)
     monkeypatch.setenv("no_proxy", "*")
-    assert store.pull("hf:a/b", silent).paths[0].read_bytes() == DATA
+    assert hubs.pull("hf:a/b", silent).paths[0].read_bytes() == DATA
     assert hub.ranges_asked[:2] == [None, "bytes=50000-"]
     assert store.unfinished() == []
 
@@ -186,7 +187,7 @@ def test_a_server_that_cannot_resume_is_asked_for_all_of_it(hub):
     unfinished = store.folder() / "hf" / "a" / "b" / f"m.gguf.{SHA256[:12]}.part"
     unfinished.parent.mkdir(parents=True)
     unfinished.write_bytes(b"wrong")
-    assert store.pull("hf:a/b", silent).paths[0].read_bytes() == DATA
+    assert hubs.pull("hf:a/b", silent).paths[0].read_bytes() == DATA
 
 
 def test_wrong_bytes_are_removed_and_named(hub, tmp_path):
@@ -208,18 +209,18 @@ def test_a_wrong_size_is_refused_with_both_numbers(hub):
 def test_a_busy_server_is_asked_again_and_a_dead_one_not_forever(hub):
     hub.publish("a/b", m=DATA)
     hub.failures = download.MOST_FAILURES - 1
-    assert store.pull("hf:a/b", silent).size == len(DATA)
+    assert hubs.pull("hf:a/b", silent).size == len(DATA)
     hub.publish("a/c", m=DATA)
     hub.failures = 1000
     with pytest.raises(StoreError, match="503"):
-        store.pull("hf:a/c", silent)
+        hubs.pull("hf:a/c", silent)
     assert hub.failures == 1000 - download.MOST_FAILURES
 
 
 def test_the_token_goes_to_the_hub_and_to_no_other_host(hub):
     hub.publish("a/b", m=DATA)
     hub.moved = True
-    assert store.pull("hf:a/b", silent).size == len(DATA)
+    assert hubs.pull("hf:a/b", silent).size == len(DATA)
     tokens = [authorization for path, _, authorization in hub.asked if "resolve" in path]
     assert tokens == ["Bearer secret", None]
 
@@ -235,14 +236,14 @@ def test_a_full_disk_is_found_out_before_anything_is_fetched(hub, monkeypatch):
 
 def test_what_is_here_already_is_not_fetched_again(hub):
     hub.publish("a/b", m=DATA)
-    store.pull("hf:a/b", silent)
-    store.pull("hf:a/b", silent)
+    hubs.pull("hf:a/b", silent)
+    hubs.pull("hf:a/b", silent)
     assert len(hub.ranges_asked) == 1
 
 
 def test_all_parts_of_a_split_model_are_fetched(hub):
     hub.publish("a/b", m_00001_of_00002=DATA, m_00002_of_00002=OTHER, n=DATA)
-    model = store.pull("hf:a/b:m", silent)
+    model = hubs.pull("hf:a/b:m", silent)
     assert [path.name for path in model.paths] == ["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"]
     assert store.resolve("m", silent) == model.paths[0]
     assert model.size == len(DATA) + len(OTHER)
@@ -251,14 +252,14 @@ def test_all_parts_of_a_split_model_are_fetched(hub):
 def test_an_ollama_model_is_fetched_by_its_tag(hub):
     hub.publish_ollama("library/qwen", "latest", DATA)
     hub.publish_ollama("me/own", "0.5b", OTHER)
-    assert store.pull("ollama:qwen", silent).paths[0].read_bytes() == DATA
+    assert hubs.pull("ollama:qwen", silent).paths[0].read_bytes() == DATA
     assert store.resolve("ollama:me/own:0.5b", silent).read_bytes() == OTHER
     assert [m.source for m in store.models()] == ["ollama:me/own:0.5b", "ollama:qwen:latest"]
     n_asked = len(hub.asked)
     store.resolve("ollama:qwen", silent)
     assert len(hub.asked) == n_asked
     with pytest.raises(StoreError, match="404"):
-        store.pull("ollama:nobody", silent)
+        hubs.pull("ollama:nobody", silent)
 
 
 # what is refused
@@ -266,7 +267,7 @@ def test_an_ollama_model_is_fetched_by_its_tag(hub):
 
 def test_offline_only_what_is_here_is_used(hub, monkeypatch):
     hub.publish("a/b", m=DATA)
-    store.pull("hf:a/b", silent)
+    hubs.pull("hf:a/b", silent)
     n_asked = len(hub.asked)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert store.resolve("hf:a/b:m", silent).read_bytes() == DATA
@@ -282,9 +283,23 @@ def test_several_models_are_listed_and_none_is_guessed(hub):
     assert "m-q4" in line and "m-q8" in line
     assert "m-q8" in one_error_line(minfer("pull", "hf:a/b:q5"))
     for quant in ("q4", "Q8"):
-        store.pull(f"hf:a/b:{quant}", silent)
+        hubs.pull(f"hf:a/b:{quant}", silent)
     ambiguous = one_error_line(minfer("info", "m"))
     assert "ambiguous" in ambiguous and "hf:a/b:m-q4.gguf" in ambiguous
+
+
+def test_a_name_that_stands_for_nothing_ends_in_one_line(hub):
+    for command in (("info", "nothing"), ("rm", "nothing")):
+        result = minfer(*command)
+        assert result.exit_code == 1
+        assert "minfer list" in one_error_line(result)
+    assert minfer("rm").exit_code == 2
+
+
+def test_the_shell_completes_the_names_of_models(hub):
+    hub.publish("a/b", m_q4=DATA)
+    hubs.pull("hf:a/b", silent)
+    assert (complete_model("m"), complete_model("n")) == (["m-q4"], [])
 
 
 def test_a_repository_that_is_not_there_ends_in_one_line(hub):
@@ -301,7 +316,7 @@ def test_a_malformed_reference_is_a_usage_error(hub, reference):
     assert result.exit_code == 2
     assert "hf:OWNER/REPO" in one_error_line(result)
     with pytest.raises(UsageError):
-        store.pull(reference, silent)
+        hubs.pull(reference, silent)
     assert hub.asked == []
 
 
@@ -313,6 +328,6 @@ def test_a_malformed_reference_is_a_usage_error(hub, reference):
 def test_a_choice_is_a_file_or_the_quantisation_at_the_end_of_its_name(choice, expected):
     files = ["README.md", "x-q4_k_m.gguf", "x.Q4_0.gguf", "sub/big-00001-of-00002.gguf",
              "sub/big-00002-of-00002.gguf", "half-00001-of-00002.gguf"]  # fmt: skip
-    assert store._title(store.choose(files, choice, "it")) == expected
+    assert store.title(store.choose(files, choice, "it")) == expected
     with pytest.raises(StoreError, match="has no such model"):
         store.choose(files, "half", "it")
