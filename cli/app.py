@@ -11,6 +11,8 @@ from typer.core import TyperGroup
 
 from minfer_cuda.errors import MinferError
 
+from .terminal import styled
+
 INTERRUPTED = 130  # 128 + SIGINT
 
 
@@ -36,12 +38,12 @@ class Boundary(TyperGroup):
         except MinferError as e:
             if tracebacks_wanted():
                 raise
-            say(f"error: {one_line(e)}")
+            complain(f"error: {one_line(e)}")
             raise typer.Exit(e.exit_code) from None
         except Exception as e:
             if is_usage_error(e) or tracebacks_wanted():
                 raise
-            say(
+            complain(
                 f"internal error: {type(e).__name__}: {one_line(e)} "
                 "(please report; MINFER_TRACEBACK=1 shows where)"
             )
@@ -67,6 +69,11 @@ def one_line(e: BaseException) -> str:
 def say(text: str) -> None:
     """Print a notice on stderr: stdout has the answer and nothing else."""
     print(text, file=sys.stderr, flush=True)
+
+
+def complain(text: str) -> None:
+    """Print an error on stderr, red where there are colours."""
+    say(styled(text, "red", sys.stderr))
 
 
 def hush_stdout() -> None:

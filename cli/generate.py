@@ -16,6 +16,7 @@ from .answer import Events, Printer, emit, stream
 from .app import say
 from .files import read_text
 from .model import Sampling, Settings, closing_line, draws_at_random, open_model
+from .terminal import styled
 from .thinking import begins_in_thought
 
 if TYPE_CHECKING:
@@ -131,7 +132,8 @@ def generate(
                 stream(completion, Printer(begins_in_thought(ids, llm.tokenizer), hide_thinking))
         finally:
             if completion.tokens:
-                say(closing_line(completion, draws_at_random(params)))
+                closing = closing_line(completion, draws_at_random(params))
+                say(styled(closing, "dim", sys.stderr))
 
 
 def echo_prompt(request: Request, ids: list[int], as_json: bool) -> None:

@@ -8,11 +8,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from minfer_cuda.errors import ContextFullError, MinferError, SessionError, TemplateError
+from minfer_cuda.errors import (
+    ContextFullError,
+    DeviceError,
+    MinferError,
+    NumericsError,
+    SessionError,
+    TemplateError,
+)
 
 from . import commands
 from .answer import Printer, stream
-from .app import one_line, say
+from .app import complain, one_line, say
 from .entries import Entry
 from .model import closing_line, draws_at_random
 from .terminal import styled
@@ -105,6 +112,8 @@ class Repl:
         if entry.text.startswith("/") and not entry.literal:
             try:
                 commands.run(self, entry.text)
+            except (DeviceError, NumericsError):  # the model cannot go on
+                raise
             except MinferError as e:
                 self.complain(e)
             return False
@@ -118,7 +127,7 @@ class Repl:
 
     def complain(self, error: MinferError) -> None:
         """Say what went wrong; the chat goes on."""
-        say(styled(f"error: {one_line(error)}", "red", sys.stderr))
+        complain(f"error: {one_line(error)}")
 
     def note(self, text: str) -> None:
         """Say something about the chat."""

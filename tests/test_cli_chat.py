@@ -10,7 +10,10 @@ import pytest
 from command_line import CPU, GREEDY, minfer, one_error_line, process
 
 from cli.commands import COMMANDS
+from minfer_cuda.conversation import Conversation
 from minfer_cuda.engine import Engine
+from minfer_cuda.errors import DeviceError
+from minfer_cuda.llm import LLM
 from minfer_cuda.runners.numpy_runner import NumpyRunner
 
 
@@ -263,6 +266,47 @@ def test_a_resumed_greedy_chat_answers_as_an_uninterrupted_one(model, tmp_path):
     for line in ("hello", "world", "the"):
         chat(model, [line], *options, "--session", parts)
     assert json.loads(parts.read_text()) == json.loads(whole.read_text())
+
+
+@pytest.mark.model
+def test_a_real_model_resumed_answers_as_an_uninterrupted_one(model_05b, tmp_path):
+    session = tmp_path / "chat.json"
+    questions = ["What is 2 + 3?", "And twice that?"]
+    with LLM(model_05b, n_ctx=512, device="cpu") as llm:
+
+        def ask(conversation, question):
+            completion = llm.complete(
+                conversation.begin_turn(question), max_tokens=8, temperature=0
+            )
+            text = "".join(completion)
+            conversation.end_turn(completion.ids, text, completion.finish_reason)
+
+        whole = Conversation(llm.template, llm.tokenizer, llm.n_ctx)
+        for question in questions:
+            ask(whole, question)
+        llm.engine.rollback(0)
+        for question in questions:
+            part = Conversation(llm.template, llm.tokenizer, llm.n_ctx)
+            if session.exists():
+                part.load(session)
+            ask(part, question)
+            part.save(session)
+    assert part.messages == whole.messages
+
+
+def test_a_failing_device_ends_the_chat_after_regen_too(model, monkeypatch):
+    forward, calls = NumpyRunner.prefill, []
+
+    def failing(self, *arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise DeviceError("it is gone")
+        forward(self, *arguments)
+
+    monkeypatch.setattr(NumpyRunner, "prefill", failing)
+    result = chat(model, ["hello", "/regen", "world"])
+    assert result.exit_code == 1
+    assert "it is gone" in one_error_line(result)
 
 
 def test_an_interrupt_while_the_prompt_is_read_takes_the_message_back(model, tmp_path, monkeypatch):

@@ -1,17 +1,15 @@
 """`minfer chat` on a terminal: keys, paste, interrupts, history, colours, spinner, resize."""
 
-import fcntl
 import json
 import os
 import signal
 import struct
-import sys
-import termios
 
 import pytest
 from command_line import CPU, GREEDY, PROMPT, Terminal, process
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals")
+fcntl = pytest.importorskip("fcntl")  # where there is none, there are no pseudo-terminals
+termios = pytest.importorskip("termios")
 ENDLESS = ("--device", "cpu", "--n-ctx", "100000", "--ignore-eos")
 
 
@@ -81,8 +79,9 @@ def test_earlier_chats_are_found_again_and_commands_are_completed(chat, tmp_path
 
 def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(chat, tmp_path):
     session = tmp_path / "chat.json"
-    terminal = chat(*ENDLESS, "--temp", "0", "--session", session)
+    terminal = chat(*ENDLESS, "--temp", "0", "--session", session, PYTHONUTF8="1")
     terminal.type("hello\r")
+    terminal.wait_for("\u280b")
     terminal.wait_for("\x1b[K")  # the spinner is gone: the first token is there
     terminal.type("\x03")
     terminal.wait_for("interrupted")
