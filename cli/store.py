@@ -72,7 +72,7 @@ def list_models(
 def rm(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME]...", help="Names, or unambiguous beginnings of names."),
+        typer.Argument(metavar="NAME", help="Names, or unambiguous beginnings of names."),
     ] = None,
     unfinished: Annotated[
         bool, typer.Option("--unfinished", help="Remove what interrupted downloads have left.")
@@ -133,11 +133,12 @@ class Progress:
             return
         self._drawn = now
         rate = (done - self._first) / max(now - self._start, 1e-3)
-        left = f", {(size - done) / rate:.0f} s left" if rate > 0 else ""
+        speed = f", {size_text(int(rate))}/s" if rate else ""
+        left = f", {(size - done) / rate:.0f} s left" if rate and done < size else ""
         bar = "#" * (BAR * done // max(size, 1))
-        line = f"[{bar:.<{BAR}}] {size_text(done)} of {size_text(size)}, {size_text(int(rate))}/s"
+        line = f"[{bar:.<{BAR}}] {size_text(done)} of {size_text(size)}{speed}{left}"
         end = "" if done < size else "\n"
-        print(f"\r\x1b[K{line}{left if done < size else ''}", end=end, file=sys.stderr, flush=True)
+        print(f"\r\x1b[K{line}", end=end, file=sys.stderr, flush=True)
 
     def clear(self) -> None:
         """Erase a line that was not finished."""
