@@ -372,7 +372,7 @@ __device__ void project_heads(const QkvArguments& a, int which, int block) {
     const int first = strip0 * 8 + t, second = first + a.head_dim / 2;
     const uint8_t* from = a.w[which] + strip0 * strip.bytes;
     PairAddends addends{a, bias + 2 * t, rotation + t, which, first, t < pairs};
-    constexpr int kDepth = Q::kWords > 12 ? 1 : Q::kDepth;  // three bodies in one kernel: fewer registers
+    constexpr int kDepth = Q::kWords > 12 ? 1 : 2;  // the pairs at the end take registers, too
     part_sums<Q, In, kDepth>(Runs{from, from + half * strip.bytes, parts, 2 * parts}, in, sums, partial,
                              row_memory<In>(in, 2 * parts), addends);
     if (t >= pairs) return;

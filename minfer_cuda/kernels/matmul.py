@@ -35,8 +35,9 @@ def instances(types: Sequence[str]) -> list[str]:
 
 
 def _tiles(quant: QuantType) -> tuple[int, ...]:
-    """All but the largest for the types whose unpacking fills the registers."""
-    return _TILES[:-1] if quant.name in ("Q2_K", "Q5_K") else _TILES
+    """Without the largest for the types whose unpacking fills the registers."""
+    dropped = {"Q2_K": 2, "Q5_K": 1, "Q6_K": 1}.get(quant.name, 0)
+    return _TILES[: len(_TILES) - dropped]
 
 
 def _stages(tile: int) -> tuple[int, ...]:
