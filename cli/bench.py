@@ -52,7 +52,7 @@ def bench(
         ),
     ] = 5,
     device: options.Device = "auto",
-    kv_type: options.KV = options.KVType.F16,
+    kv_type: options.KV = None,
     n_ctx: Annotated[
         int | None,
         typer.Option(
@@ -83,14 +83,14 @@ def bench(
     if longest == 1:
         raise typer.BadParameter("-p 0 and -n 0 leave nothing to measure")
     needed = max(depths) + longest
-    settings = Settings(n_ctx or needed + MARGIN, device, kv_type.value)
+    settings = Settings(n_ctx or needed + MARGIN, device, kv_type and kv_type.value)
     with open_model(model, settings) as llm:
         from minfer_cuda import bench_output
         from minfer_cuda.bench import report
 
         progress = show_progress if sys.stderr.isatty() else None
         sizes_of_tests = (n_prompt, n_generate, repetitions, depths)
-        result = report(llm, kv_type.value, *sizes_of_tests, progress)
+        result = report(llm, *sizes_of_tests, progress)
     printers = {
         Format.MD: bench_output.as_markdown,
         Format.CSV: bench_output.as_csv,

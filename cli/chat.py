@@ -55,7 +55,7 @@ def chat(
     hide_thinking: options.HideThinking = False,
     raw: Annotated[bool, typer.Option("--raw", hidden=True, help="Not for chat.")] = False,
     device: options.Device = "auto",
-    kv_type: options.KV = options.KVType.F16,
+    kv_type: options.KV = None,
     chat_template: options.ChatTemplate = None,
     rope_freq_base: options.RopeBase = None,
     verbose: options.Verbose = False,
@@ -73,7 +73,7 @@ def chat(
     first = []
     if prompt_file is not None:
         first.append(Entry(read_text(prompt_file).removesuffix("\n"), literal=True))
-    settings = Settings(n_ctx, device, kv_type.value, chat_template, rope_freq_base)
+    settings = Settings(n_ctx, device, kv_type and kv_type.value, chat_template, rope_freq_base)
     with open_model(model, settings, verbose) as llm:
         from .repl import Choices, Repl
 

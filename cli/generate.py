@@ -99,7 +99,7 @@ def generate(
     logprobs: LogProbs = None,
     hide_thinking: options.HideThinking = False,
     device: options.Device = "auto",
-    kv_type: options.KV = options.KVType.F16,
+    kv_type: options.KV = None,
     chat_template: options.ChatTemplate = None,
     rope_freq_base: options.RopeBase = None,
     verbose: options.Verbose = False,
@@ -116,7 +116,7 @@ def generate(
     sampling.check()
     request = Request(read_prompt(prompt, prompt_file), system, raw, suffix)
     request.check()
-    settings = Settings(n_ctx, device, kv_type.value, chat_template, rope_freq_base)
+    settings = Settings(n_ctx, device, kv_type and kv_type.value, chat_template, rope_freq_base)
     with open_model(model, settings, verbose) as llm:
         params = sampling.params(llm, ignore_eos)
         ids = request.encode(llm)

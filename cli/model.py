@@ -32,7 +32,7 @@ class Settings:
 
     n_ctx: int
     device: str
-    kv_type: str
+    kv_type: str | None  # None: what suits the device
     chat_template: str | None = None
     rope_freq_base: float | None = None
 

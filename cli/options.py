@@ -81,7 +81,15 @@ Device = Annotated[
         "--device", metavar="DEVICE", callback=device_name, help="auto, cuda, cuda:N or cpu."
     ),
 ]
-KV = Annotated[KVType, typer.Option("--kv-type", metavar="TYPE", help="KV cache in f16 or f32.")]
+KV = Annotated[
+    KVType | None,
+    typer.Option(
+        "--kv-type",
+        metavar="TYPE",
+        help="KV cache in f16 or f32.",
+        show_default="f16, on the CPU f32",
+    ),
+]
 ChatTemplate = Annotated[
     str | None,
     typer.Option(

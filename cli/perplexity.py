@@ -66,7 +66,7 @@ def perplexity(
         bool, typer.Option("--token-by-token", help="Score as when generating: one at a time.")
     ] = False,
     device: options.Device = "auto",
-    kv_type: options.KV = options.KVType.F16,
+    kv_type: options.KV = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure how well a model predicts a text.
@@ -86,7 +86,7 @@ def perplexity(
     saved = SavedLogits(base) if base else None
     size = _chunk_size(n_ctx, saved)
     words = read_text(text) if text else None
-    with open_model(model, Settings(size, device, kv_type.value)) as llm:
+    with open_model(model, Settings(size, device, kv_type and kv_type.value)) as llm:
         chunks = _chunks(llm, words, size, n_chunks, saved)
         result = _measure(llm, chunks, saved, save_logits, token_by_token)
         about = _about(llm, chunks, text, base, token_by_token)

@@ -199,7 +199,6 @@ def result_of(row: BenchRow, roofline: Roofline, read: float | None) -> dict[str
 
 def report(
     llm: LLM,
-    kv_type: str,
     n_prompt: Sequence[int],
     n_generate: Sequence[int],
     repetitions: int,
@@ -209,7 +208,7 @@ def report(
     """`run` on a loaded model, the ceiling, the checks, and all that one needs to repeat it."""
     runner = llm.engine.runner
     tensors = llm.file.tensors.values()
-    roofline = Roofline.of(llm.file, llm.config, kv_type)
+    roofline = Roofline.of(llm.file, llm.config, runner.kv_type)
     measure_read: Callable[[], float | None] = getattr(runner, "read_bandwidth", lambda: None)
     read = measure_read()
     bench = Bench(llm.engine, llm.sampling())
@@ -223,7 +222,7 @@ def report(
         "n_params": sum(math.prod(info.shape) for info in tensors),
         "types": dict(Counter(info.type_name for info in tensors)),
         "n_ctx": llm.n_ctx,
-        "kv_type": kv_type,
+        "kv_type": runner.kv_type,
         "runs_on": runner.describe(),
         **about_software(),
         **_about_device(runner),

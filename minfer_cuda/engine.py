@@ -39,6 +39,7 @@ class Runner(Protocol):
 
     n_ctx: int
     n_batch: int  # most rows of one `prefill` call
+    kv_type: str  # f16 or f32
 
     def describe(self) -> str:
         """One line: device, types, bytes."""

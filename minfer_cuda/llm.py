@@ -78,7 +78,7 @@ class LLM:
     path            a .gguf file, of a split model its first part
     n_ctx           positions of the KV cache; 0: what the model was trained for
     device          "auto" (CUDA where it is usable), "cuda", "cuda:N", "cpu"
-    kv_type         "f16" or "f32"
+    kv_type         "f16" or "f32"; None: f16 on CUDA, f32 on the CPU
     n_batch         most prompt tokens forwarded at once
     rope_freq_base  instead of the file's
     chat_template   instead of the file's: the path of a Jinja file, or "chatml"
@@ -94,7 +94,7 @@ class LLM:
         path: str | os.PathLike[str],
         n_ctx: int = 4096,
         device: str = "auto",
-        kv_type: str = "f16",
+        kv_type: str | None = None,
         n_batch: int = 2048,
         rope_freq_base: float | None = None,
         chat_template: str | None = None,

@@ -35,6 +35,12 @@ def test_pieces_join_to_the_text_of_the_ids(llm):
     assert completion.finish_reason in ("length", "stop")
 
 
+def test_the_cpu_keeps_its_cache_in_f32_unless_told_otherwise(path):
+    for given, kept in ((None, "f32"), ("f16", "f16")):
+        with LLM(path, n_ctx=16, device="cpu", kv_type=given) as llm:
+            assert llm.engine.runner.kv_type == kept
+
+
 def test_a_prompt_is_a_users_message_unless_it_is_raw(llm):
     ids = llm.encode("hello", system="be kind")
     text = "".join(map(llm.tokenizer.token_text, ids))

@@ -22,25 +22,25 @@ def make_runner(
     *,
     device: str = "auto",
     n_ctx: int,
-    kv_type: str = "f16",
+    kv_type: str | None = None,
     n_batch: int = 2048,
     progress: Progress | None = None,
     notify: Notify | None = None,
 ) -> Runner:
     """The runner of `device`: "cuda", "cuda:N", "cpu", or "auto", CUDA where it is usable.
 
-    `notify` is told which device "auto" took, and why not CUDA. Raises UsageError for another
-    word, DeviceError where CUDA was asked for and cannot be used.
+    `kv_type` None: f16 on CUDA, f32 on the CPU, which is the reference. `notify` is told which
+    device "auto" took, and why not CUDA. Raises UsageError for another word,
+    DeviceError where CUDA was asked for and cannot be used.
     """
     ordinal = _ordinal(device)
     sizes: dict[str, Any] = {
         "n_ctx": n_ctx,
-        "kv_type": kv_type,
         "n_batch": n_batch,
         "progress": progress,
     }
     if ordinal is None:
-        return NumpyRunner(file, config, notify=notify, **sizes)
+        return NumpyRunner(file, config, kv_type=kv_type or "f32", notify=notify, **sizes)
     try:
         card = CudaDevice(ordinal)
     except DeviceError as error:
@@ -48,10 +48,12 @@ def make_runner(
             raise
         if notify:
             notify(f"running on the CPU: {error}")
-        return NumpyRunner(file, config, notify=notify, **sizes)
+        return NumpyRunner(file, config, kv_type=kv_type or "f32", notify=notify, **sizes)
     from minfer_cuda.runners.cuda_runner import CudaRunner  # imports CuPy
 
-    runner: Runner = CudaRunner(card, file, config, notify=notify, **sizes)
+    runner: Runner = CudaRunner(
+        card, file, config, kv_type=kv_type or "f16", notify=notify, **sizes
+    )
     if notify and device == "auto":
         notify(f"running on {runner.describe()}")
     return runner

@@ -75,7 +75,7 @@ class CudaRunner:
         self.n_batch = min(n_batch, n_ctx)
         self.config = config
         self._device: Device = device
-        self._kv_type = kv_type
+        self.kv_type = kv_type
         self._sizes = _sizes(file, config, device, self.n_batch, n_ctx)
         self._check_memory(file, device)
         device.compile(self._slow_kernels(file))
@@ -144,7 +144,7 @@ class CudaRunner:
         parts = ", ".join(f"{name} {n / MIB:,.0f} MiB" for name, n in self.memory().items())
         return (
             f"{self._device.name} (sm_{self._device.arch}): {parts}; "
-            f"{self.n_ctx} positions in {self._kv_type}{prompts}"
+            f"{self.n_ctx} positions in {self.kv_type}{prompts}"
         )
 
     def prefill(self, ids: Sequence[int], start: int, n_out: int = 1) -> None:
@@ -277,11 +277,11 @@ class CudaRunner:
         weights = sum(_device_bytes(info) for info in tensors)
         staging = max(info.nbytes for info in tensors)
         fixed = weights + RESERVE + workspace_bytes(self.config, self._sizes)
-        cache = kv_bytes(self.config, self.n_ctx, self._kv_type)
+        cache = kv_bytes(self.config, self.n_ctx, self.kv_type)
         needed, free = max(fixed + cache, weights + staging), device.free_bytes
         if needed <= free:
             return
-        each = kv_bytes(self.config, 1, self._kv_type)
+        each = kv_bytes(self.config, 1, self.kv_type)
         fits = min(self.config.n_ctx_train, (free - fixed) // each)
         hint = f"--n-ctx {fits} would fit" if fits > 0 else "the weights alone do not fit"
         raise OutOfMemoryError(

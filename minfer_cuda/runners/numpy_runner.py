@@ -44,7 +44,7 @@ class NumpyRunner:
             raise UsageError(f"n_ctx is {n_ctx}, n_batch {n_batch}: both must be >= 1")
         self.n_ctx = n_ctx
         self.n_batch = min(n_batch, n_ctx)
-        self._kv_type = kv_type
+        self.kv_type = kv_type
         self._config = config
         needed, room = resident_bytes(file), available_bytes() * RESIDENT_SHARE
         self._resident = needed <= room
@@ -77,7 +77,7 @@ class NumpyRunner:
         cache = self.ops.cache.nbytes / 2**20
         return (
             f"CPU (NumPy): weights {self._weight_bytes / 2**20:,.0f} MiB in the file, {held}; "
-            f"KV cache {self._kv_type}, {self.n_ctx} positions, {cache:,.0f} MiB"
+            f"KV cache {self.kv_type}, {self.n_ctx} positions, {cache:,.0f} MiB"
         )
 
     def prefill(self, ids: Sequence[int], start: int, n_out: int = 1) -> None:
