@@ -27,10 +27,10 @@
 // Bytes   decode 2*G*E*sizeof(KV) per position: 7B at 16,384 33.6 MB -> 7.8 us a layer at 4.3 TB/s
 //         (H200), 0.5B 8.4 MB -> 1.95 us. Prefill 4*T*S*H*E operations, half of them masked: 7B,
 //         2,048 tokens 30 GFLOP a layer -> 49 us at 608 TFLOP/s.
-// Expected, a layer of a decode step with dependent launch (H200, not yet measured), depth 128 / 4,096 /
-//         16,384: 0.5B 2.5 / 4 / 5 us, 7B 2.5 / 4.5 / 9 us. Of that 1 us launch and drain, 0.45 position
-//         and queries, 0.25 a round of 128 keys, and where there are splits 1.4 fence, counter and reading
-//         back, and the partials at about 110 KB/us: 118 KB at 66 x 64 or 33 x 128.
+// Time    what a layer of a decode step takes longer at depth 4,096 and 16,384 than near 0, where it is
+//         3.4 us (0.5B) and 4.2 us (7B) with the launch: 0.5B 3.7 and 5.8 us, 7B 4.7 and 11.4 us (H200,
+//         2026-11-30). Predicted 1.5 and 2.5, 2 and 6.5: a round of 128 keys 0.25; where there are splits
+//         1.4 for fence, counter and reading back, and the partials at about 110 KB/us.
 // Registers  sm_90: attention E 64 168, E 128 215, f32 cache 167, 249; attention_decode 8 warps 124,
 //         4 warps 124, 132, f32 cache 156, 213. No spills from sm_75 to sm_120. 8 warps of 128 registers
 //         and 67 or 132 KB leave room on an SM of sm_90 for a block of the product before or after.
