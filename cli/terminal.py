@@ -4,14 +4,40 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import threading
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
 from typing import TextIO
 
 STYLES = {"dim": "2", "bold": "1", "red": "31", "green": "32", "yellow": "33"}
 INTERVAL_S = 0.1  # of the spinner
 CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")  # all but tab and line breaks
+
+
+@contextmanager
+def remembered_interrupt() -> Iterator[Callable[[], None]]:
+    """Inside, Ctrl-C raises KeyboardInterrupt where it finds the program, as ever, and the function
+    that is given raises it again: Python drops an exception that comes up inside a finaliser or a
+    callback of a library, and the answer would go on."""
+    pressed = False
+
+    def press(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        pressed = True
+        raise KeyboardInterrupt
+
+    def check() -> None:
+        if pressed:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def is_smart(stream: TextIO) -> bool:

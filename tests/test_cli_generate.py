@@ -3,6 +3,8 @@
 import io
 import json
 import signal
+from collections.abc import Iterator
+from contextlib import suppress
 
 import ggufs
 import pytest
@@ -14,7 +16,7 @@ from command_line import (
     process,
 )
 
-from cli.answer import Printer
+from cli.answer import Printer, stream
 from cli.terminal import frames
 from cli.thinking import Piece, ThoughtSplitter, begins_in_thought
 
@@ -217,3 +219,30 @@ def test_the_spinner_is_of_characters_that_the_terminal_has():
 def test_a_prompt_that_opens_a_thought_is_recognised(tiny_tokenizer):
     for text, expected in (("a<think>\n", True), ("a<think>\nb", False), ("", False)):
         assert begins_in_thought(tiny_tokenizer.encode(text, True), tiny_tokenizer) is expected
+
+
+class Swallowing:
+    """A completion in which a library drops the first Ctrl-C, as Python does in a finaliser."""
+
+    def __init__(self) -> None:
+        self.ended = False
+
+    def __iter__(self) -> Iterator[str]:
+        yield "a"
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        for _ in range(100):
+            yield "b"
+
+    def end(self) -> str:
+        self.ended = True
+        return "c"
+
+
+def test_a_ctrl_c_that_a_library_drops_ends_the_answer_all_the_same(capsys):
+    completion = Swallowing()
+    with pytest.raises(KeyboardInterrupt):
+        stream(completion, Printer())
+    assert completion.ended
+    assert capsys.readouterr().out == "ac\n"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
