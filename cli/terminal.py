@@ -20,8 +20,8 @@ CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")  # all but tab and
 @contextmanager
 def remembered_interrupt() -> Iterator[Callable[[], None]]:
     """Inside, Ctrl-C raises KeyboardInterrupt where it finds the program, as ever, and the function
-    that is given raises it again: Python drops an exception that comes up inside a finaliser or a
-    callback of a library, and the answer would go on."""
+    that is given raises it again: where that is a finaliser or a weak reference's callback, Python
+    drops the exception with a report on stderr, and the answer would go on."""
     pressed = False
 
     def press(number: int, frame: FrameType | None) -> None:
@@ -33,10 +33,16 @@ def remembered_interrupt() -> Iterator[Callable[[], None]]:
         if pressed:
             raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGINT, press)
+    def report(dropped: sys.UnraisableHookArgs) -> None:
+        if not issubclass(dropped.exc_type, KeyboardInterrupt):
+            told(dropped)
+
+    before, told = signal.signal(signal.SIGINT, press), sys.unraisablehook
+    sys.unraisablehook = report
     try:
         yield check
     finally:
+        sys.unraisablehook = told
         signal.signal(signal.SIGINT, before)
 
 
