@@ -75,6 +75,21 @@ class Runner(Protocol):
         """Free everything."""
 
 
+def check_sizes(n_ctx: int, n_batch: int) -> None:
+    """What every runner asks of its sizes. Raises UsageError."""
+    if n_ctx < 1 or n_batch < 1:
+        raise UsageError(f"n_ctx is {n_ctx}, n_batch {n_batch}: both must be >= 1")
+
+
+def check_rows(n_tokens: int, n_out: int, n_batch: int) -> None:
+    """What every runner asks of a prefill. Raises UsageError."""
+    if not 1 <= n_out <= n_tokens <= n_batch:
+        raise UsageError(
+            f"prefill of {n_tokens} tokens for {n_out} rows of logits: expected "
+            f"1 <= rows <= tokens <= n_batch {n_batch}"
+        )
+
+
 FinishReason = Literal["stop", "length", "interrupted"]
 
 

@@ -8,7 +8,7 @@ from minfer_cuda.config import Qwen2Config
 from minfer_cuda.errors import UsageError
 from minfer_cuda.kernels import Device, DeviceArray
 
-KV_DTYPES = {"f16": np.float16, "f32": np.float32}
+KV_DTYPES = {"f32": np.float32, "f16": np.float16}
 
 
 def kv_dtype(kv_type: str) -> type:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from minfer_cuda.config import Qwen2Config
-from minfer_cuda.engine import Token
+from minfer_cuda.engine import Token, check_rows, check_sizes
 from minfer_cuda.errors import ContextFullError, NumericsError, OutOfMemoryError, UsageError
 from minfer_cuda.gguf import GGUFFile, TensorInfo
 from minfer_cuda.kernels import Device, DeviceArray
@@ -69,8 +69,7 @@ class CudaRunner:
         """`device` a CudaDevice (or one that runs kernels elsewhere); `steps` defaults to captured
         graphs, or eager launches with MINFER_NO_GRAPH=1. Raises OutOfMemoryError, before weights
         are loaded, where the device has too little memory."""
-        if n_ctx < 1 or n_batch < 1:
-            raise UsageError(f"n_ctx is {n_ctx}, n_batch {n_batch}: both must be >= 1")
+        check_sizes(n_ctx, n_batch)
         self.n_ctx = n_ctx
         self.n_batch = min(n_batch, n_ctx)
         self.config = config
@@ -155,11 +154,7 @@ class CudaRunner:
         """One pass over `ids` at positions start, start + 1, ..., keeping the last n_out rows'
         logits. Raises ContextFullError and UsageError before anything is written."""
         count = len(ids)
-        if not 1 <= n_out <= count <= self.n_batch:
-            raise UsageError(
-                f"prefill of {count} tokens for {n_out} rows of logits: expected "
-                f"1 <= rows <= tokens <= n_batch {self.n_batch}"
-            )
+        check_rows(count, n_out, self.n_batch)
         if not 0 <= start <= self.n_ctx - count:
             raise ContextFullError(start + count, self.n_ctx)
         host = np.asarray(ids, np.int32)

@@ -8,16 +8,16 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from minfer_cuda.config import Qwen2Config
-from minfer_cuda.engine import Token
+from minfer_cuda.engine import Token, check_rows, check_sizes
 from minfer_cuda.errors import ContextFullError, NumericsError, OutOfMemoryError, UsageError
 from minfer_cuda.gguf import GGUFFile, TensorInfo
 from minfer_cuda.host_memory import available_bytes
+from minfer_cuda.kv_cache import kv_dtype
 from minfer_cuda.models.qwen2 import Qwen2, Tap
 from minfer_cuda.ops.numpy_ops import Matrix, NumpyOps, PackedMatrix
 from minfer_cuda.sampling import SamplingParams, sample, top_logprobs, uniform
 from minfer_cuda.weights import load_weights
 
-KV_DTYPES = {"f32": np.float32, "f16": np.float16}
 # share of the available memory that float32 weights may take
 RESIDENT_SHARE = 0.6
 
@@ -38,10 +38,8 @@ class NumpyRunner:
     ):
         """`progress(bytes done, bytes in all)` is called as the file's weights are read, `notify`
         with what the user should hear about them."""
-        if kv_type not in KV_DTYPES:
-            raise UsageError(f"kv_type is {kv_type}: must be one of {', '.join(KV_DTYPES)}")
-        if n_ctx < 1 or n_batch < 1:
-            raise UsageError(f"n_ctx is {n_ctx}, n_batch {n_batch}: both must be >= 1")
+        kv_values = kv_dtype(kv_type)
+        check_sizes(n_ctx, n_batch)
         self.n_ctx = n_ctx
         self.n_batch = min(n_batch, n_ctx)
         self.kv_type = kv_type
@@ -56,7 +54,7 @@ class NumpyRunner:
         weights = load_weights(file, config, self._weight, progress=progress, notice=notify)
         self._weight_bytes = sum(info.nbytes for info in file.tensors.values())
         self.model = Qwen2(config, weights)
-        self.ops = _ops(config, self.n_ctx, KV_DTYPES[kv_type])
+        self.ops = _ops(config, self.n_ctx, kv_values)
         self._logits = np.empty((0, config.n_vocab), np.float32)
         self._pending: deque[int | None] = deque()  # draws; of a step, its position first
         self._drawn: deque[Token] = deque()
@@ -81,11 +79,7 @@ class NumpyRunner:
         )
 
     def prefill(self, ids: Sequence[int], start: int, n_out: int = 1) -> None:
-        if not 1 <= n_out <= len(ids) <= self.n_batch:
-            raise UsageError(
-                f"prefill of {len(ids)} tokens for {n_out} rows of logits: expected "
-                f"1 <= rows <= tokens <= n_batch {self.n_batch}"
-            )
+        check_rows(len(ids), n_out, self.n_batch)
         self._catch_up()
         self.forward(ids, start, n_out)
 
