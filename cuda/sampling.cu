@@ -3,13 +3,14 @@
 //   params, state   SamplerParams and StepState in device memory: one graph serves all values
 //   counts    (V) int, occurrences in the penalty window; far below 0 for ids that are exempt
 //   bias      (V) float, read when params->has_bias
+//   mask      (V / 32 rounded up) bits, lowest first: the ids that may be drawn; read by <Masked> kernels
 //   lists     (blocks * k rounded up to 8) keys: each block's k largest and maybe more, descending, then 0
 //   bins      sums over runs of like logits; keys (V), binned (V)
 //   results   ring of n_slots DrawResult, at slot `draws` % n_slots
 // Two paths, by the parameters; both are exact, so for the same u they give the host sampler's token.
 //   top_k 1..256, and greedy (k = 1):  local_top_k -> draw_top_k
 //   all candidates:                    adjust_logits -> fill_bins -> scatter_bins -> draw_bins
-// With log probabilities wanted, local_top_k<true> and logprobs follow.
+// With log probabilities wanted, local_top_k<Raw> and logprobs follow.
 // Launch  `blocks` blocks of 512 threads share the V logits, `chunk` <= 4,096 each; then one block of 512.
 // Bytes   608 KB of logits (V = 151,936), from L2; then 8 keys of each list, 8 KB of 132, by one block.
 // Expect  cycles after the wait, top_k 40, 132 blocks: local_top_k 700 for the logits, 200 largest, 500
@@ -24,7 +25,9 @@
 #include "sampling.cuh"
 #include "shortlist.cuh"
 
-// ---- steps 1 and 2: bias and penalties --------------------------------------------------------------
+// ---- mask, and steps 1 and 2: bias and penalties --------------------------------------------
+__device__ inline bool allows(const uint32_t* mask, int id) { return mask[id / 32] >> id % 32 & 1; }
+
 // counts: null without penalties.
 __device__ inline float adjusted(float l, const SamplerParams& p, const float* bias, const int* counts,
                                  int id) {
@@ -81,10 +84,11 @@ __device__ inline int list_stride(int k) { return ceil_div(k, kHeads) * kHeads; 
 struct RawSum {
     double best, sum;
 };
-template <bool Raw, int Threads>
+// Masked: an id that the mask lacks is as if there were no such id.
+template <bool Raw, bool Masked, int Threads>
 __global__ void __launch_bounds__(Threads, 3)
     local_top_k(const float* logits, const SamplerParams* params, const float* bias, const int* counts,
-                uint64_t* lists, RawSum* sums, int n_vocab, int chunk) {
+                const uint32_t* mask, uint64_t* lists, RawSum* sums, int n_vocab, int chunk) {
     constexpr int kChunk = 4096;
     __shared__ uint32_t order[kChunk];  // a logit's bits, then its order; 0: there is none
     __shared__ Shortlist list;
@@ -116,7 +120,7 @@ __global__ void __launch_bounds__(Threads, 3)
         for (int i = threadIdx.x; i < n; i += Threads) {  // of which this thread has copied each
             const int id = id_at(i);
             uint32_t own = 0;
-            if (id < n_vocab) {
+            if (id < n_vocab && (!Masked || turn == kRehearsal || allows(mask, id))) {
                 const float l = __uint_as_float(order[i]);
                 own = ordered(Raw ? l : adjusted(l, p, bias, seen, id));
                 best = make_key(own, id) > best ? make_key(own, id) : best;
@@ -274,10 +278,11 @@ __global__ void __launch_bounds__(Threads, 3)
 }
 
 // ---- all candidates: bins of like logits, then exact searches inside the bins that matter ----------
-template <int Threads>
+template <bool Masked, int Threads>
 __global__ void __launch_bounds__(Threads, 2)
     adjust_logits(const float* logits, const SamplerParams* params, const float* bias,
-                  const int* counts, uint32_t* keys, uint32_t* bests, Bins* bins, int n_vocab, int chunk) {
+                  const int* counts, const uint32_t* mask, uint32_t* keys, uint32_t* bests,
+                  Bins* bins, int n_vocab, int chunk) {
     __shared__ Exchange exchange;
     pdl_trigger();
     pdl_wait();
@@ -286,7 +291,8 @@ __global__ void __launch_bounds__(Threads, 2)
     int first = blockIdx.x * chunk, last = min(first + chunk, n_vocab);
     uint32_t best = 0;
     for (int id = first + threadIdx.x; id < last; id += Threads) {
-        uint32_t order = ordered(adjusted(logits[id], p, bias, counts, id));
+        uint32_t order = kNever;
+        if (!Masked || allows(mask, id)) order = ordered(adjusted(logits[id], p, bias, counts, id));
         keys[id] = order;
         best = order > best ? order : best;
     }

@@ -27,8 +27,9 @@ __device__ inline uint32_t ordered(float logit) {
 __device__ inline float logit_of(uint32_t order) {
     return __uint_as_float(order & 0x80000000u ? order ^ 0x80000000u : ~order);
 }
+constexpr uint32_t kNever = 0x007fffffu;  // of -inf
 __device__ inline bool is_finite(uint32_t order) {  // of the largest: -inf means that all are
-    return order < 0xff800000u && order > 0x007fffffu;
+    return order < 0xff800000u && order > kNever;
 }
 __device__ inline uint64_t make_key(uint32_t order, int id) {
     return static_cast<uint64_t>(order) << 32 | ~static_cast<uint32_t>(id);

@@ -5,7 +5,8 @@ gives the same id: every step is integer arithmetic, an IEEE operation that is r
 an exponential in float64 whose last bits are then rounded away.
 
 0. Every parameter is rounded to float32 first. A logit that is NaN or +inf is a NumericsError;
-   -inf is allowed and means "never". -0 and +0 are the same logit.
+   -inf is allowed and means "never". -0 and +0 are the same logit. Where a mask is given (of a
+   grammar), the logit of an id that it lacks is -inf, whatever the model, bias and penalties say.
 1. Logit bias: l[id] = l[id] + bias, float32.
 2. Penalties, for each distinct id of the window that is in range and not exempt, c its count in
    the window. The window is the last `penalty_window` ids of prompt and output together (exempt
@@ -198,6 +199,16 @@ def adjust(
     return out
 
 
+def mask_words(n_vocab: int) -> int:
+    """32-bit words of a mask: the bit `id % 32`, lowest first, of word `id / 32` allows `id`."""
+    return -(-n_vocab // 32)
+
+
+def allowed(mask: np.ndarray, n_vocab: int) -> np.ndarray:
+    """bool (V,): which ids a mask, uint32 (mask_words(V),), allows."""
+    return np.unpackbits(mask.view(np.uint8), count=n_vocab, bitorder="little").view(bool)
+
+
 def candidates(logits: np.ndarray, params: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
     """Ids (int64, in candidate order) and masses (int64) of what may be drawn: steps 4 to 8."""
     ids = _ordered(logits, params.top_k)
@@ -243,13 +254,17 @@ def sample(
     history: Sequence[int],
     exempt: Collection[int],
     u: float,
+    mask: np.ndarray | None = None,
 ) -> int:
     """The id drawn from `logits` (V,) float32; the module's docstring is the definition.
 
     `history` is the prompt and output so far, `exempt` the ids that are never penalised (end
-    tokens), `u` in [0, 1) is not used when `params.greedy`. Raises NumericsError.
+    tokens), `u` in [0, 1) is not used when `params.greedy`; `mask` see `mask_words`. Raises
+    NumericsError.
     """
     adjusted = adjust(logits, params, history, exempt)
+    if mask is not None:
+        adjusted[~allowed(mask, adjusted.size)] = -np.inf
     best = adjusted.max()
     if not np.isfinite(best):  # max propagates NaN
         raise NumericsError(f"the largest logit is {best}: the model's output is not finite")
@@ -263,7 +278,7 @@ def top_logprobs(
 ) -> tuple[float, tuple[tuple[int, float], ...]]:
     """Natural log probability of `token`, and the n most likely (id, log probability).
 
-    Of softmax(logits) as the model gave them, before bias, penalties, filters and temperature;
+    Of softmax(logits) as the model gave them: before mask, bias, penalties, filters, temperature;
     float64; lowest id first on ties.
     """
     best = float(logits.max())

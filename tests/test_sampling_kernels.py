@@ -17,7 +17,7 @@ from minfer_cuda.kernels.sampling import (
     instances,
     plan,
 )
-from minfer_cuda.sampling import SamplingParams, sample, top_logprobs, uniform
+from minfer_cuda.sampling import SamplingParams, mask_words, sample, top_logprobs, uniform
 
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 WINDOW_ROOM = 64
@@ -133,6 +133,77 @@ def test_more_like_candidates_than_there_is_room_for_are_told_apart(device, dist
     logits = (np.arange(5000) * 7 % distinct / 1e6).astype(np.float32)
     params = SamplingParams(**{**OFF, "top_k": top_k})
     assert draws(device, logits, params, 3) == host_draws(logits, params, 3)
+
+
+# ---- masks
+
+
+def mask_of(n_vocab: int, ids: np.ndarray) -> np.ndarray:
+    bits = np.zeros(mask_words(n_vocab) * 32, bool)
+    bits[ids] = True
+    return np.packbits(bits, bitorder="little").view(np.uint32)
+
+
+def masked_draws(
+    device: Device, logits: np.ndarray, params: SamplingParams, masks: list[np.ndarray]
+) -> tuple[list[int], list[int]]:
+    """The device's tokens and the host's; each draw has a mask of its own."""
+    sampler = sampler_of(device, logits.size)
+    sampler.begin(params, 5, [])
+    row = device.upload(logits)
+    tokens, ids = [], []
+    for n, mask in enumerate(masks):
+        sampler.set_mask(mask)
+        sampler.sample(row, masked=True)
+        tokens.append(int(device.download(sampler.token)[0]))
+        ids.append(sample(logits, params, ids, frozenset(), uniform(5, n), mask))
+    return tokens, ids
+
+
+@pytest.mark.parametrize(
+    "corner",
+    [{}, {"top_k": 40, "top_p": 0.9, "min_p": 0.05}, {"top_k": 300, "top_p": 0.9},
+     {"temperature": 0.0}, {"top_k": 3, "presence_penalty": 2.0}],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("n_allowed", [1, 2, 30, 650])
+def test_a_draw_gives_the_host_samplers_token_and_none_that_its_mask_lacks(
+    device, n_allowed, corner
+):
+    """Sparse masks leave whole blocks without an id; the likeliest id of all is never allowed."""
+    logits = logits_of(700, "normal")
+    logits[[3, 350, 699]] = 60.0
+    rng = np.random.default_rng(n_allowed)
+    others = np.setdiff1d(np.arange(700), [3, 350, 699])
+    allowed_ids = [rng.choice(others, n_allowed, replace=False) for _ in range(3)]
+    params = SamplingParams(**{**OFF, "temperature": 2.0, **corner})
+    got, want = masked_draws(device, logits, params, [mask_of(700, ids) for ids in allowed_ids])
+    assert got == want
+    assert all(token in ids for token, ids in zip(got, allowed_ids, strict=True))
+
+
+@pytest.mark.parametrize("corner", [{"temperature": 0.0}, {"top_k": 40}, {}], ids=str)
+def test_the_only_id_that_is_allowed_is_drawn_however_unlikely(device, corner):
+    logits = np.full(700, 80.0, np.float32)
+    logits[699] = -80.0
+    logits[5] = np.nan  # of an id that the mask lacks: no harm
+    params = SamplingParams(**{**OFF, **corner})
+    assert masked_draws(device, logits, params, [mask_of(700, [699])]) == ([699], [699])
+
+
+@pytest.mark.parametrize("corner", [{"temperature": 0.0}, {"top_k": 40}, {}], ids=str)
+@pytest.mark.parametrize("ids", [[], [7]], ids=["nothing allowed", "allowed but impossible"])
+def test_a_draw_without_a_possible_id_is_flagged(device, ids, corner):
+    logits = np.where(np.arange(700) == 7, -np.inf, logits_of(700, "normal")).astype(np.float32)
+    params = SamplingParams(**{**OFF, **corner})
+    sampler = sampler_of(device, 700)
+    sampler.begin(params, 5, [])
+    sampler.set_mask(mask_of(700, ids))
+    sampler.sample(device.upload(logits), masked=True)
+    with pytest.raises(NumericsError):
+        Draw.of(device.download(sampler.results)[0])
+    with pytest.raises(NumericsError):
+        sample(logits, params, [], frozenset(), 0.5, mask_of(700, ids))
 
 
 # ---- bias and penalties
@@ -276,12 +347,13 @@ def test_a_draw_allocates_nothing(device, monkeypatch):
 @pytest.mark.parametrize("n", [1, 5, MAX_LOGPROBS])
 @pytest.mark.parametrize("n_vocab", [3, 1000])
 def test_logprobs_are_of_the_models_own_distribution(device, n_vocab, n):
-    """Bias and filters change the token, not the probabilities. Bound: one rounding to float32."""
+    """Mask, bias and filters change the token, not the probabilities. Bound: one rounding to float32."""
     logits = logits_of(n_vocab, "ties")
     params = SamplingParams(temperature=0.0, logit_bias={1: 100.0})
     sampler = sampler_of(device, n_vocab)
     sampler.begin(params, 5, [], n_logprobs=n)
-    sampler.sample(device.upload(logits))
+    sampler.set_mask(mask_of(n_vocab, [0, 1]))
+    sampler.sample(device.upload(logits), masked=True)
     draw = Draw.of(device.download(sampler.results)[0])
     own, best = top_logprobs(logits, 1, n)
     assert draw.token == 1

@@ -12,7 +12,7 @@ import numpy as np
 from minfer_cuda.errors import NumericsError, UsageError
 from minfer_cuda.kernels import Device, DeviceArray
 from minfer_cuda.kernels.checks import expect
-from minfer_cuda.sampling import SamplingParams, window_counts
+from minfer_cuda.sampling import SamplingParams, mask_words, window_counts
 
 MAX_TOP_K = 256  # of the two-launch path; more candidates, or all, take four launches
 MAX_LOGPROBS = 32
@@ -76,10 +76,22 @@ def plan(n_vocab: int, sm_count: int) -> tuple[int, int]:
 
 def instances(types: Sequence[str] = ()) -> list[str]:
     """Every kernel of sampling.cu."""
-    shared = [f"{name}<{_THREADS}>" for name in ("adjust_logits", "fill_bins", "scatter_bins")]
-    lists = [f"local_top_k<{raw}, {_THREADS}>" for raw in ("false", "true")]
-    single = [f"{name}<{_THREADS}>" for name in ("draw_top_k", "draw_bins", "logprobs")]
-    return [*lists, *shared, *single]
+    lists = [_local_top_k(*kind) for kind in ((False, False), (False, True), (True, False))]
+    adjusts = [_adjust_logits(masked) for masked in (False, True)]
+    names = ("fill_bins", "scatter_bins", "draw_top_k", "draw_bins", "logprobs")
+    return [*lists, *adjusts, *(f"{name}<{_THREADS}>" for name in names)]
+
+
+def _local_top_k(raw: bool, masked: bool) -> str:
+    return f"local_top_k<{_word(raw)}, {_word(masked)}, {_THREADS}>"
+
+
+def _adjust_logits(masked: bool) -> str:
+    return f"adjust_logits<{_word(masked)}, {_THREADS}>"
+
+
+def _word(flag: bool) -> str:
+    return "true" if flag else "false"
 
 
 class Sampler:
@@ -114,6 +126,7 @@ class Sampler:
         self.results = results
         self._params = device.zeros(_PARAMS.itemsize, np.uint8)
         self._bias = device.zeros(n_vocab, np.float32)
+        self._mask = device.zeros(mask_words(n_vocab), np.uint32)
         self._counts = device.zeros(n_vocab, np.int32)
         self._history = device.zeros(max_history, np.int32)
         self._lists = device.empty(self._blocks * MAX_TOP_K, np.uint64)
@@ -184,15 +197,20 @@ class Sampler:
         """Which launches `sample` makes: what a captured graph of it depends on."""
         return self._full, self._n_logprobs > 0
 
-    def sample(self, logits: DeviceArray, advance: int = 1) -> None:
+    def set_mask(self, mask: np.ndarray) -> None:
+        """Load (enqueued) what draws with `masked` may give: uint32 (mask_words(V),), as the host
+        sampler takes it."""
+        self._device.upload(mask, into=self._mask)
+
+    def sample(self, logits: DeviceArray, advance: int = 1, masked: bool = False) -> None:
         """Enqueue one draw from `logits` (V,) float32: `token`, a slot of `results`, the window and
-        the counters are updated, and `position` grows by `advance`. NaN or +inf in the logits sets
-        a flag in the result; the token is then 0."""
+        the counters are updated, and `position` grows by `advance`. NaN or +inf in the logits, or
+        no finite one among those allowed, sets a flag in the result; the token is then 0."""
         expect("sample", "logits", logits, (self.n_vocab,), np.float32)
         shape = _DrawShape(self.n_vocab, self.n_slots, advance)
         tail = (self._params, self.state, self._counts, self._history, self.results, shape)
         if self._full:
-            self._bin(logits)
+            self._bin(logits, masked)
             self._run(
                 f"draw_bins<{_THREADS}>",
                 1,
@@ -203,27 +221,27 @@ class Sampler:
                 *tail,
             )
         else:
-            self._list("false", logits)
+            self._list(logits, _local_top_k(False, masked))
             self._run(f"draw_top_k<{_THREADS}>", 1, self._lists, self._blocks, *tail)
         if self._n_logprobs:
-            self._list("true", logits)
+            self._list(logits, _local_top_k(True, False))
             self._run(
                 f"logprobs<{_THREADS}>", 1, logits, self._lists, self._raw_sums, self._blocks,
                 self._params, self.state, self.results, shape,
             )  # fmt: skip
 
-    def _list(self, raw: str, logits: DeviceArray) -> None:
+    def _list(self, logits: DeviceArray, name: str) -> None:
         self._run(
-            f"local_top_k<{raw}, {_THREADS}>", self._blocks, logits, self._params, self._bias,
-            self._counts, self._lists, self._raw_sums, self.n_vocab, self._chunk,
+            name, self._blocks, logits, self._params, self._bias, self._counts, self._mask,
+            self._lists, self._raw_sums, self.n_vocab, self._chunk,
         )  # fmt: skip
 
-    def _bin(self, logits: DeviceArray) -> None:
+    def _bin(self, logits: DeviceArray, masked: bool) -> None:
         ends = (self.n_vocab, self._chunk)
         keys = (self._keys, self._bests)
         self._run(
-            f"adjust_logits<{_THREADS}>", self._blocks, logits, self._params, self._bias,
-            self._counts, *keys, self._bins, *ends,
+            _adjust_logits(masked), self._blocks, logits, self._params, self._bias, self._counts,
+            self._mask, *keys, self._bins, *ends,
         )  # fmt: skip
         self._run(f"fill_bins<{_THREADS}>", self._blocks, *keys, self._params, self._bins, *ends)
         self._run(
