@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 
 from minfer_cuda.chat_template import ChatTemplate
 from minfer_cuda.errors import ContextFullError, SessionError, UsageError
+from minfer_cuda.files import replacing
 from minfer_cuda.tokenizer import Tokenizer, well_formed
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -121,24 +121,12 @@ class Conversation:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the turns as a JSON list of `role` and `content`. The file is replaced at once or,
         with SessionError, not at all."""
-        target = Path(os.path.realpath(path))
-        temporary = ""
+        text = json.dumps(self.messages, ensure_ascii=False, indent=1) + "\n"
         try:
-            with tempfile.NamedTemporaryFile(
-                "w", encoding="utf-8", dir=target.parent, prefix=f".{target.name}.", delete=False
-            ) as file:
-                temporary = file.name
-                json.dump(self.messages, file, ensure_ascii=False, indent=1)
-                file.write("\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, target)
-            temporary = ""
+            with replacing(path) as file:
+                file.write(text.encode("utf-8"))
         except OSError as error:
             raise SessionError(f"cannot save the conversation to {path}: {error}") from error
-        finally:
-            if temporary:
-                Path(temporary).unlink(missing_ok=True)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Take the turns from a file that `save` wrote. SessionError, and no change to the turns

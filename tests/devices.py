@@ -35,7 +35,8 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
         from minfer_cuda.kernels.module import CudaDevice
 
         device = CudaDevice()
-        device.compile(_instances(device))  # on threads; one by one it takes minutes
+        if request.config.getoption("shard_report", None) is None:  # sanitize.py has done it
+            device.compile(_instances(device))  # on threads; one by one it takes minutes
         yield device
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import re
 import struct
 import subprocess
 import sys
@@ -58,7 +59,7 @@ def compiles(sources: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def compile_(stem: str, name: str, source: str, options: tuple[str, ...]) -> Cubin:
         calls.append(name)
-        return Cubin(b"\x7fELF" + source.encode() + b"\0", f"_Z{name}", "log")
+        return Cubin(b"\x7fELF" + source.encode() + b"\0", f"_Z{name}", "log", 1)
 
     monkeypatch.setattr(compiler, "_compile", compile_)
     monkeypatch.setattr(compiler, "nvrtc_version", lambda: (12, 9))
@@ -98,6 +99,18 @@ def test_a_missing_include_is_named(sources: Path) -> None:
 
 def test_the_engines_own_sources_are_found() -> None:
     assert (compiler.source_folder() / "common.cuh").is_file()
+
+
+def test_the_parameters_of_every_kernel_are_counted_by_its_declaration() -> None:
+    found = {}
+    for path in compiler.source_folder().glob("*.cu"):
+        source = expand_source(path.stem)
+        for name in re.findall(r"__launch_bounds__\([^()]*\)\s*(\w+)\(", path.read_text()):
+            found[name] = compiler.parameter_count(source, path.stem, f"{name}<int, 2>")
+    assert len(found) > 20 and min(found.values()) == 1
+    assert (found["read_xor"], found["matmul"], found["attention_decode"]) == (3, 1, 12)
+    with pytest.raises(KernelError, match="cuda/norm.cu declares no kernel rms<int>"):
+        compiler.parameter_count(expand_source("norm"), "norm", "rms<int>")
 
 
 # ---- NVRTC
@@ -235,6 +248,7 @@ class FakeDriver:
         self.fail: dict[str, DriverFailure] = {}
         self.launches: list[tuple[dict[str, Any], list[int]]] = []
         self.allowed: list[int] = []
+        self.clusters_allowed = 0
         self.loaded: list[str] = []
         self.synchronized = 0
 
@@ -278,11 +292,17 @@ class FakeDriver:
     def allow_shared(self, function: object, size_bytes: int) -> None:
         self.allowed.append(size_bytes)
 
-    def parameter_sizes(self, function: object) -> tuple[int, ...] | None:
+    def parameter_sizes(self, function: object, count: int) -> tuple[int, ...] | None:
         return self.sizes
 
-    def launch_config(self, grid, block, shared_bytes, stream, dependent) -> dict[str, Any]:
-        return {"grid": grid, "block": block, "shared": shared_bytes, "dependent": dependent}
+    def allow_cluster(self, function: object) -> None:
+        self.clusters_allowed += 1
+
+    def launch_config(
+        self, grid, block, shared_bytes, stream, dependent, cluster=1
+    ) -> dict[str, Any]:
+        config = {"grid": grid, "block": block, "shared": shared_bytes, "dependent": dependent}
+        return config | ({"cluster": cluster} if cluster > 1 else {})
 
     def launch(self, config: dict[str, Any], function: object, arguments: int) -> None:
         self._may_fail("launch")
@@ -304,7 +324,7 @@ class Pair(ctypes.Structure):
 
 def kernel_on(driver: FakeDriver, arch: int = 90) -> CudaKernel:
     queue = LaunchQueue(driver, "context", 7, Limits.of(driver, 0), arch)  # type: ignore[arg-type]
-    return CudaKernel("fill<3>", "function", queue)
+    return CudaKernel("fill<3>", "function", 1, queue)
 
 
 def test_the_bindings_carry_a_launch_attribute_to_the_driver() -> None:
@@ -322,7 +342,28 @@ def test_the_bindings_carry_a_launch_attribute_to_the_driver() -> None:
     assert (dependent.sharedMemBytes, int(dependent.hStream)) == (100, 7)
 
 
+def test_the_bindings_carry_a_cluster_to_the_driver() -> None:
+    driver = Driver.__new__(Driver)
+    driver._api = pytest.importorskip("cuda.bindings.driver")
+    config = driver.launch_config((2, 1, 16), (64, 1, 1), 0, 7, True, 16)
+    assert config.numAttrs == len(config.attrs) == 2
+    sizes = config.attrs[1].value.clusterDim
+    assert (sizes.x, sizes.y, sizes.z) == (1, 1, 16)
+
+
 # ---- the launch site
+
+
+def test_clusters_divide_the_grid_and_large_ones_are_asked_for() -> None:
+    driver = FakeDriver()
+    kernel = kernel_on(driver)
+    kernel((2, 1, 16), 32, cluster=8)
+    assert driver.clusters_allowed == 0
+    kernel((2, 1, 16), 32, cluster=16)
+    assert driver.clusters_allowed == 1
+    assert [config["cluster"] for config, _ in driver.launches] == [8, 16]
+    with pytest.raises(KernelError, match="not made of clusters of 16"):
+        kernel((2, 1, 15), 32, cluster=16)
 
 
 def test_arguments_are_passed_as_pointer_int32_float32_null_and_structure() -> None:

@@ -12,7 +12,8 @@ import json
 import logging
 import os
 import re
-import tempfile
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,13 @@ from typing import Any
 import platformdirs
 
 from minfer_cuda.errors import KernelError
+from minfer_cuda.files import PART_SUFFIX, replacing
 
 _log = logging.getLogger("minfer_cuda")
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+\.cuh)"')
 _ARCH_SPECIFIC = re.compile(r"^// arch-specific: sm_(\d+)a\s*$", re.MULTILINE)
 _MAGIC = b"minfer cubin\n"
+_STALE_S = 3600  # a file still unfinished after so long is of a process that was killed
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class Cubin:
     data: bytes
     lowered_name: str
     log: str
+    n_parameters: int
 
 
 def source_folder() -> Path:
@@ -85,21 +89,53 @@ def compile_options(source: str, arch: int) -> tuple[str, ...]:
     )
 
 
-def compile_cubin(stem: str, name: str, arch: int) -> Cubin:
+def parameter_count(source: str, stem: str, name: str) -> int:
+    """How many parameters an instance takes, by its declaration in an expanded source."""
+    bounds = r"(?:__launch_bounds__\([^()]*\)\s*)?"
+    kernel = re.escape(name.partition("<")[0])
+    found = re.search(rf"__global__\s+void\s+{bounds}{kernel}\s*\(([^()]*)\)", source)
+    if found is None:
+        raise KernelError(f"cuda/{stem}.cu declares no kernel {name}")
+    return found[1].count(",") + 1 if found[1].strip() else 0
+
+
+class Request:
     """The instance `name` (`matvec<Q4_K>`) of cuda/<stem>.cu for compute capability arch/10.
 
-    Taken from the disk cache where source, name, options and NVRTC are the same. A source with the
-    line `// arch-specific: sm_90a` is compiled for sm_90a when arch is 90. Raises KernelError with
-    the compiler's first errors.
+    It is in the disk cache where source, name, options and NVRTC are the same. A source with the
+    line `// arch-specific: sm_90a` is compiled for sm_90a when arch is 90.
     """
-    source = expand_source(stem)
-    options = compile_options(source, arch)
-    key = json.dumps([source, name, options, nvrtc_version()])
-    entry = _cache_folder() / f"{hashlib.sha256(key.encode()).hexdigest()}.cubin"
-    cubin = _read_entry(entry)
+
+    def __init__(self, stem: str, name: str, arch: int):
+        """Raises KernelError for a file or a kernel that does not exist."""
+        self._stem = stem
+        self._name = name
+        self._source = expand_source(stem)
+        self._options = compile_options(self._source, arch)
+        self._n_parameters = parameter_count(self._source, stem, name)
+        key = json.dumps([self._source, name, self._options, nvrtc_version()])
+        self._entry = _cache_folder() / f"{hashlib.sha256(key.encode()).hexdigest()}.cubin"
+
+    def cached(self) -> Cubin | None:
+        """What the disk cache has; None where that is nothing, or nothing whole."""
+        return _read_entry(self._entry, self._n_parameters)
+
+    def compiled(self) -> Cubin:
+        """By NVRTC, for up to seconds. Raises KernelError with the compiler's first errors."""
+        return _compile(self._stem, self._name, self._source, self._options)
+
+    def keep(self, cubin: Cubin) -> None:
+        """Into the disk cache; where that does not work, say so once."""
+        _write_entry(self._entry, cubin)
+
+
+def compile_cubin(stem: str, name: str, arch: int) -> Cubin:
+    """See `Request`: cached, or compiled and kept. Raises KernelError."""
+    request = Request(stem, name, arch)
+    cubin = request.cached()
     if cubin is None:
-        cubin = _compile(stem, name, source, options)
-        _write_entry(entry, cubin)
+        cubin = request.compiled()
+        request.keep(cubin)
     return cubin
 
 
@@ -168,7 +204,8 @@ def _compile(stem: str, name: str, source: str, options: tuple[str, ...]) -> Cub
         lowered = check(nvrtc.nvrtcGetLoweredName(program, name.encode()))
         data = bytearray(check(nvrtc.nvrtcGetCUBINSize(program)))
         check(nvrtc.nvrtcGetCUBIN(program, data))
-        return Cubin(bytes(data), lowered.decode(), words)
+        n_parameters = parameter_count(source, stem, name)
+        return Cubin(bytes(data), lowered.decode(), words, n_parameters)
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 
@@ -187,7 +224,7 @@ def _cache_folder() -> Path:
     return base / "kernels"
 
 
-def _read_entry(path: Path) -> Cubin | None:
+def _read_entry(path: Path, n_parameters: int) -> Cubin | None:
     """The entry, or None where it is absent, damaged or unreadable."""
     try:
         blob = path.read_bytes()
@@ -203,23 +240,28 @@ def _read_entry(path: Path) -> Cubin | None:
         return None
     head, _, data = payload.partition(b"\n")
     lowered_name, log = json.loads(head)
-    return Cubin(data, lowered_name, log)
+    return Cubin(data, lowered_name, log, n_parameters)
 
 
 def _write_entry(path: Path, cubin: Cubin) -> None:
     """Atomic: another process sees the whole entry or none; the last of two writers wins."""
     payload = json.dumps([cubin.lowered_name, cubin.log]).encode() + b"\n" + cubin.data
-    temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")
-        with os.fdopen(handle, "wb") as file:
+        _sweep(path.parent)
+        with replacing(path) as file:
             file.write(_MAGIC + hashlib.sha256(payload).digest() + payload)
-        os.replace(temporary, path)
     except OSError as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
         _notice_unusable(str(path.parent), error.strerror or str(error))
+
+
+@functools.cache  # once per process
+def _sweep(folder: Path) -> None:
+    """Remove what killed processes have left unfinished."""
+    for part in folder.glob(f".*{PART_SUFFIX}"):
+        with suppress(FileNotFoundError):  # another process sweeps too
+            if part.stat().st_mtime < time.time() - _STALE_S:
+                part.unlink()
 
 
 @functools.cache  # once per folder and reason

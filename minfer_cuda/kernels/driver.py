@@ -92,19 +92,12 @@ class Driver:
         attribute = self._api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         self.call("cuFuncSetAttribute", function, attribute, size_bytes)
 
-    def parameter_sizes(self, function: Any) -> tuple[int, ...] | None:
-        """Bytes of each parameter; None where the driver is older than 12.4 and cannot say."""
+    def parameter_sizes(self, function: Any, count: int) -> tuple[int, ...] | None:
+        """Bytes of each of the `count` parameters; None where the driver is older than 12.4 and
+        cannot say. (It cannot say how many there are: asking past the last one is an error.)"""
         if self.version() < (12, 4):
             return None
-        sizes: list[int] = []
-        while True:
-            try:
-                _, size = self.call("cuFuncGetParamInfo", function, len(sizes))
-            except DriverFailure as error:
-                if error.code == int(self._api.CUresult.CUDA_ERROR_INVALID_VALUE):
-                    return tuple(sizes)  # past the last one
-                raise
-            sizes.append(size)
+        return tuple(self.call("cuFuncGetParamInfo", function, i)[1] for i in range(count))
 
     def launch_config(
         self,

@@ -147,19 +147,24 @@ class _Packer:
 
 
 class CudaKernel:
-    """One compiled instance, loaded on a device."""
+    """One compiled instance with so many parameters, loaded on a device."""
 
-    def __init__(self, name: str, function: Any, queue: LaunchQueue):
+    def __init__(self, name: str, function: Any, n_parameters: int, queue: LaunchQueue):
         self.name = name
         self._function = function
         self._queue = queue
         driver = queue.driver
         self._static_shared = driver.function_attribute(function, "SHARED_SIZE_BYTES")
         self._max_threads = driver.function_attribute(function, "MAX_THREADS_PER_BLOCK")
-        self._sizes = driver.parameter_sizes(function)
+        self._sizes = driver.parameter_sizes(function, n_parameters)
         self._allowed_shared = _DEFAULT_SHARED
         self._configs: dict[tuple[Any, ...], Any] = {}
         self._packers: dict[tuple[type, ...], _Packer] = {}
+
+    @property
+    def launched(self) -> bool:
+        """Whether it has been, once at least."""
+        return bool(self._configs)
 
     def __call__(
         self,

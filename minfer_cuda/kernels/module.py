@@ -13,7 +13,7 @@ from numpy.typing import DTypeLike
 
 from minfer_cuda.errors import DeviceError, KernelError, MinferError, OutOfMemoryError
 from minfer_cuda.kernels import DeviceArray
-from minfer_cuda.kernels.compiler import Cubin, compile_cubin, nvrtc_version
+from minfer_cuda.kernels.compiler import Cubin, Request, nvrtc_version
 from minfer_cuda.kernels.driver import Driver, DriverFailure
 from minfer_cuda.kernels.launch import CudaKernel, LaunchQueue, Limits, argument_words
 
@@ -84,7 +84,8 @@ class CudaDevice:
         """The instance `name` of cuda/<stem>.cu, compiled or from the cache on first use."""
         found = self._kernels.get((stem, name))
         if found is None:
-            found = self._load(stem, name, compile_cubin(stem, name, self.arch))
+            self.compile([(stem, name)])
+            found = self._kernels[stem, name]
         return found
 
     def compile(
@@ -92,34 +93,40 @@ class CudaDevice:
         kernels: Sequence[tuple[str, str]],
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Compile (stem, name) pairs on threads, then load them; progress(done, of) as they end."""
+        """Compile (stem, name) pairs on threads, then load them; progress(done, of) as they end.
+
+        An interrupt does not wait for what is being compiled. Files are written by this thread
+        alone, so that none is half-written when the process ends then.
+        """
         wanted = [pair for pair in dict.fromkeys(kernels) if pair not in self._kernels]
         if not wanted:
             return
         cubins: dict[tuple[str, str], Cubin] = {}
-        with ThreadPoolExecutor(max_workers=min(len(wanted), os.cpu_count() or 1)) as pool:
-            jobs = {pool.submit(compile_cubin, *pair, self.arch): pair for pair in wanted}
-            try:
-                for job in as_completed(jobs):
-                    cubins[jobs[job]] = job.result()
-                    if progress is not None:
-                        progress(len(cubins), len(wanted))
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+        pool = ThreadPoolExecutor(max_workers=min(len(wanted), os.cpu_count() or 1))
+        try:
+            jobs = {pool.submit(_cubin, *pair, self.arch): pair for pair in wanted}
+            for job in as_completed(jobs):
+                cubin, new = job.result()
+                if new is not None:
+                    new.keep(cubin)
+                cubins[jobs[job]] = cubin
+                if progress is not None:
+                    progress(len(cubins), len(wanted))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
         for pair in wanted:
             self._load(*pair, cubins[pair])
 
-    def _load(self, stem: str, name: str, cubin: Cubin) -> CudaKernel:
+    def _load(self, stem: str, name: str, cubin: Cubin) -> None:
         try:
             self.queue.enter()
             function = self.queue.driver.load(cubin.data, cubin.lowered_name)
-            kernel = self._kernels[stem, name] = CudaKernel(name, function, self.queue)
+            kernel = CudaKernel(name, function, cubin.n_parameters, self.queue)
         except DriverFailure as error:
             raise KernelError(
                 f"{name} of cuda/{stem}.cu does not load on {self.name}: {error}"
             ) from error
-        return kernel
+        self._kernels[stem, name] = kernel
 
     # ---- arrays ----
 
@@ -238,6 +245,13 @@ class CudaDevice:
                 f"{self.name}: {doing}: {error}; the cause may be an earlier kernel: "
                 "MINFER_SYNC=1 names it"
             ) from error
+
+
+def _cubin(stem: str, name: str, arch: int) -> tuple[Cubin, Request | None]:
+    """An instance; also its request, where it is not in the disk cache."""
+    request = Request(stem, name, arch)
+    cubin = request.cached()
+    return (request.compiled(), request) if cubin is None else (cubin, None)
 
 
 def _arch(driver: Driver, ordinal: int) -> int:
