@@ -1,8 +1,9 @@
 """Messages to prompt: the model's own Jinja template, rendered as Hugging Face renders it.
 
 Templates come out of model files and are not trusted: they run in minijinja, which reaches neither
-Python objects nor files, and with a limit on the work. What the messages say is not trusted either:
-in `ChatTemplate.encode` only what the template itself writes can become a special token.
+Python objects nor files, with a limit on the work, in a process of their own with limits on memory
+and time (`template_process`). What the messages say is not trusted either: in `ChatTemplate.encode`
+only what the template itself writes can become a special token.
 """
 
 from __future__ import annotations
@@ -15,13 +16,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minfer_cuda import template_process
 from minfer_cuda.errors import TemplateError, UsageError
-from minfer_cuda.template_methods import METHODS, methods_as_filters
+from minfer_cuda.template_process import Refusal
 from minfer_cuda.tokenizer import any_of, special_text, well_formed
 
 if TYPE_CHECKING:
-    from minijinja import Environment
-
     from minfer_cuda.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]  # at least `role`; mostly `content`
@@ -36,9 +36,7 @@ CHATML = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- "<|im_start|>assistant\\n" }}{% endif %}"""
 OVERRIDE_HINT = "choose one with --chat-template FILE|chatml"
-FUEL = 10_000_000  # instructions of one rendering, about a second; a chat takes some 30 a message
 PRIVATE_RANGES = ((0xF0000, 0xFFFFE), (0x100000, 0x10FFFE), (0xE000, 0xF900))
-_GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 _PROBE = (
     {"role": "user", "content": "a"},
     {"role": "assistant", "content": "b"},
@@ -46,12 +44,8 @@ _PROBE = (
 )
 
 
-class Refusal(TemplateError):
-    """The template itself rejected the messages, by `raise_exception`."""
-
-
 class ChatTemplate:
-    """A chat template, compiled when it is first used.
+    """A chat template, tried when it is first used. Messages and tools are what JSON can hold.
 
     Missing or unusable templates of a file are replaced by ChatML where the vocabulary has
     `<|im_start|>`; `notices` then says why. `clock` is what `strftime_now` reads.
@@ -85,6 +79,7 @@ class ChatTemplate:
                 return cls(Path(override).read_text("utf-8"), **texts)
             except (OSError, ValueError) as error:
                 raise UsageError(f"--chat-template {override}: {error}") from error
+        template_process.start()
         template = cls("", **texts)
         template._source, template._fallback_reason = _find(metadata)
         template._has_chatml = "<|im_start|>" in metadata["tokenizer.ggml.tokens"]
@@ -92,15 +87,24 @@ class ChatTemplate:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What the user should hear about the template in use. Compiles it."""
-        _ = self._environment
+        """What the user should hear about the template in use. Tries it."""
+        _ = self.source
         return self._notices
 
-    @property
+    @cached_property
     def source(self) -> str:
-        """The Jinja source in use. Compiles it."""
-        _ = self._environment
-        return CHATML if self._source is None else self._source
+        """The Jinja source in use. Tries it."""
+        problem = self._fallback_reason
+        if self._source is not None:
+            try:
+                self._probe(self._source)
+                return self._source
+            except TemplateError as error:
+                problem = f"the chat template does not render: {error}"
+        if not self._has_chatml:
+            raise TemplateError(f"{problem}; {OVERRIDE_HINT}")
+        self._notices = (f"{problem}; ChatML is used instead",)
+        return CHATML
 
     def render(
         self,
@@ -132,50 +136,13 @@ class ChatTemplate:
         prompt = _Prompt(self, messages, tools, add_generation_prompt, tokenizer)
         return prompt.encode(generated or {})
 
-    @cached_property
-    def _environment(self) -> Environment:
-        problem = self._fallback_reason
-        if self._source is not None:
-            try:
-                environment = self._compile(self._source)
-                self._probe(environment)
-                return environment
-            except TemplateError as error:
-                problem = f"the chat template does not render: {error}"
-        if not self._has_chatml:
-            raise TemplateError(f"{problem}; {OVERRIDE_HINT}")
-        self._source = None
-        self._notices = (f"{problem}; ChatML is used instead",)
-        return self._compile(CHATML)
-
-    def _compile(self, source: str) -> Environment:
-        from minijinja import Environment
-        from minijinja import TemplateError as EngineError
-
-        environment = Environment(trim_blocks=True, lstrip_blocks=True)
-        environment.fuel = FUEL
-        environment.add_filter("tojson", _tojson)
-        environment.add_global("raise_exception", _raise_exception)
-        environment.add_global("strftime_now", lambda form: self._now.strftime(form))
-        for name in METHODS:
-            environment.add_filter(name, getattr(str, name))
-        # Training masks; an `if` in their place keeps what they do to the white space around.
-        source = _GENERATION.sub(
-            lambda tag: f"{{%{tag[1]} {'endif' if tag[2] else 'if true'} {tag[3]}%}}", source
-        )
-        try:
-            environment.add_template("chat_template", methods_as_filters(source))
-        except EngineError as error:
-            raise TemplateError(str(error.message)) from error
-        return environment
-
-    def _probe(self, environment: Environment) -> None:
+    def _probe(self, source: str) -> None:
         """Raise TemplateError unless a first turn renders, and a second one at least reaches a
         verdict of the template's own."""
         self._now = self.clock()
-        self._run(environment, _PROBE[:1], None, True)
+        self._run(source, _PROBE[:1], None, True)
         try:
-            self._run(environment, _PROBE, None, True)
+            self._run(source, _PROBE, None, True)
         except Refusal:
             return
 
@@ -184,27 +151,18 @@ class ChatTemplate:
             raise UsageError("a message is a mapping with `role` and `content`")
         messages, tools = _map_texts(messages, well_formed), _map_texts(tools, well_formed)
         try:
-            return self._run(self._environment, messages, tools, add_generation_prompt)
+            return self._run(self.source, messages, tools, add_generation_prompt)
         except Refusal as error:
             raise TemplateError(f"the chat template rejects these messages: {error}") from error
 
-    def _run(
-        self, environment: Environment, messages: Any, tools: Any, add_generation_prompt: bool
-    ) -> str:
-        from minijinja import TemplateError as EngineError
-
-        try:
-            return environment.render_template(
-                "chat_template",
-                messages=messages,
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-                **self._variables,
-            )
-        except EngineError as error:
-            raise TemplateError(str(error.message)) from error
-        except (TypeError, ValueError, OverflowError) as error:  # of tojson and strftime_now
-            raise TemplateError(str(error)) from error
+    def _run(self, source: str, messages: Any, tools: Any, add_generation_prompt: bool) -> str:
+        values = {
+            "messages": messages,
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+            **self._variables,
+        }
+        return template_process.render(source, values, self._now)
 
 
 class _Prompt:
@@ -373,29 +331,3 @@ def _translate_spellings(text: str, spellings: Iterable[str], table: Mapping[int
     if not inside:
         return text
     return "".join(c.translate(table) if i in inside else c for i, c in enumerate(text))
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """As Hugging Face defines it: no HTML escapes, Python's separators. Characters for private use
-    stay as they are under `ensure_ascii` too: `_Prompt` has to find its own again."""
-    text = json.dumps(
-        value,
-        ensure_ascii=False,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-    if not ensure_ascii:
-        return text
-    escaped = r"[^\x00-\x7f\ue000-\uf8ff\U000f0000-\U0010ffff]"
-    return re.sub(escaped, lambda match: json.dumps(match[0])[1:-1], text)
-
-
-def _raise_exception(message: object) -> None:
-    raise Refusal(str(message))
