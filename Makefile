@@ -1,7 +1,7 @@
 # make demo and make test do all the set-up on a machine with Python, make and a package index.
 # PYTHON=/path/to/python uses that interpreter as it is: no virtual environment, nothing installed.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-model test-gpu lint format docs resources clean
+.PHONY: help demo test test-model test-gpu sanitize endurance lint format docs resources clean
 
 VENV := .venv
 PY := $(or $(PYTHON),$(VENV)/bin/python)
@@ -36,6 +36,12 @@ test-model: $(READY) $(MODEL)  ## the tests of the real 0.5B on the CPU
 
 test-gpu:  ## the GPU suite, serially; writes tests/gpu-record.json
 	PYTHONPATH=tests$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PY) -m pytest -m gpu -p gpu_record
+
+sanitize:  ## compute-sanitizer over the kernels, on a GPU; writes tests/sanitizer-record.json
+	$(GPU_PY) tests/sanitize.py
+
+endurance:  ## 100,000 tokens in 500 requests of MODEL, on a GPU; the result goes to benchmarks/results
+	$(GPU_PY) benchmarks/endurance.py $(MODEL)
 
 lint: $(READY)  ## ruff and mypy
 	$(PY) -m ruff check .

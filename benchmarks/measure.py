@@ -92,14 +92,19 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def about(ordinal: int = 0) -> dict[str, Any]:
-    """Card, software, commit, date and the command that was run, less where its result goes."""
+def command() -> str:
+    """What was run, less where its result goes."""
     words = ["python", *sys.orig_argv[1:]]
-    for option in ("--out", "--commit"):
+    for option in ("--out", "--into", "--commit"):
         if option in words:
             at = words.index(option)
             del words[at : at + 2]
-    return {"command": shlex.join(words), **about_software(), **about_gpu(ordinal)}
+    return shlex.join(words)
+
+
+def about(ordinal: int = 0) -> dict[str, Any]:
+    """Card, software, commit, date and the command."""
+    return {"command": command(), **about_software(), **about_gpu(ordinal)}
 
 
 def finish(result: dict[str, Any], out: Path) -> None:
