@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from minfer_cuda.errors import ModelFileError, UnsupportedModelError, UsageError
+from minfer_cuda.printable import shown
 
 if TYPE_CHECKING:
     from minfer_cuda.gguf import GGUFFile
@@ -77,7 +78,7 @@ class Qwen2Config:
         architecture = file.metadata.get("general.architecture")
         if architecture not in ARCHITECTURES:
             raise UnsupportedModelError(
-                f"{file.path}: architecture {architecture!r} is not supported "
+                f"{file.path}: architecture {shown(architecture)} is not supported "
                 f"(supported: {', '.join(ARCHITECTURES)})"
             )
         d_model = keys.size("embedding_length")
@@ -137,22 +138,17 @@ class _Keys:
         """A count of 1 to 2^31 - 1."""
         value = self._or_default(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_SIZE:
-            raise self.wrong(f"qwen2.{key} is {_shown(value)}, expected 1 to {MAX_SIZE}")
+            raise self.wrong(f"qwen2.{key} is {shown(value)}, expected 1 to {MAX_SIZE}")
         return value
 
     def positive(self, key: str, default: float | None = None) -> float:
         """A finite number above 0, stored as an integer or a float of any width."""
         value = self._or_default(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise self.wrong(f"qwen2.{key} is {_shown(value)}, expected a number")
+            raise self.wrong(f"qwen2.{key} is {shown(value)}, expected a number")
         if not math.isfinite(value) or value <= 0:
-            raise self.wrong(f"qwen2.{key} is {_shown(value)}, expected a number above 0")
+            raise self.wrong(f"qwen2.{key} is {shown(value)}, expected a number above 0")
         return float(value)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:40]}..."
 
 
 def _head_dim(keys: _Keys, d_model: int, n_heads: int) -> int:
@@ -214,7 +210,7 @@ def _rope_scaling(keys: _Keys) -> RopeScaling | None:
         return None
     if kind != "yarn":
         raise UnsupportedModelError(
-            f"{keys.file.path}: RoPE scaling {_shown(kind)} is not supported (supported: yarn)"
+            f"{keys.file.path}: RoPE scaling {shown(kind)} is not supported (supported: yarn)"
         )
     _check_scaling_keys(keys)
     attention_factor = None

@@ -18,6 +18,7 @@ import numpy as np
 
 from minfer_cuda.errors import ModelFileError
 from minfer_cuda.gguf_header import HeaderReader, Value
+from minfer_cuda.printable import shown
 from minfer_cuda.quants import QuantType
 
 DEFAULT_ALIGNMENT = 32
@@ -218,7 +219,8 @@ def _alignment(metadata: dict[str, Value], path: Path) -> int:
     value = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if not _is_int(value) or not 1 <= value <= MAX_ALIGNMENT or value & (value - 1):
         raise ModelFileError(
-            f"{path}: general.alignment is {value!r}, not a power of two from 1 to {MAX_ALIGNMENT}"
+            f"{path}: general.alignment is {shown(value)}, not a power of two from 1 to "
+            f"{MAX_ALIGNMENT}"
         )
     return int(value)
 
@@ -226,7 +228,7 @@ def _alignment(metadata: dict[str, Value], path: Path) -> int:
 def _split_value(part: _Part, key: str, default: int) -> int:
     value = part.metadata.get(key, default)
     if not _is_int(value) or value < 0:
-        raise ModelFileError(f"{part.path}: {key} is {value!r}, not a count")
+        raise ModelFileError(f"{part.path}: {key} is {shown(value)}, not a count")
     return int(value)
 
 

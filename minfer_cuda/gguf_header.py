@@ -1,8 +1,9 @@
 """The header of a GGUF file: magic, counts, metadata, tensor table, in the order of the file.
 
 Nothing in it is trusted: each count and length is compared with the bytes that are left before it
-is used, so that time and memory stay in proportion to the file. Format: the GGUF specification of
-the ggml project, versions 2 and 3.
+is used, and what costs most per byte is counted, so that a header never takes more memory than some
+ten times its bytes, half a GiB in all. Format: the GGUF specification of the ggml project, versions
+2 and 3.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from minfer_cuda.errors import ModelFileError
 from minfer_cuda.quants import QuantType, quant_type
 
@@ -20,7 +23,8 @@ Value = Any  # int, float, bool, str, or a list of these (of lists of these)
 
 MAX_DIMS = 4
 MAX_ARRAY_DEPTH = 2
-MAX_HEADER_BYTES = 1 << 28  # metadata and tensor table; a 152k vocabulary takes 6 MB
+MAX_HEADER_BYTES = 1 << 26  # metadata and tensor table; a 152k vocabulary takes 6 MB
+MAX_ENTRIES = 1 << 16  # metadata values, tensors, arrays within an array; large models have 2,000
 MAX_NAME = 1024  # characters of a key or tensor name
 
 # struct codes of the value types
@@ -50,6 +54,7 @@ class HeaderReader:
         self.size = size
         self.path = path
         self.pos = 0
+        self.n_entries = 0
 
     def fail(self, message: str) -> ModelFileError:
         return ModelFileError(f"{self.path}: {message}")
@@ -64,6 +69,12 @@ class HeaderReader:
             f"the header is truncated: {what} needs {n_bytes} bytes at byte {self.pos}, "
             f"{self.end - self.pos} are left: download the file again"
         )
+
+    def few(self, count: int, what: str) -> None:
+        """Raise where these are more entries, with all before them, than any model has."""
+        self.n_entries += count
+        if self.n_entries > MAX_ENTRIES:
+            raise self.fail(f"{count} {what}: at most {MAX_ENTRIES} entries are read in all")
 
     def scalar(self, code: str, what: str) -> Value:
         n = struct.calcsize("<" + code)
@@ -106,6 +117,7 @@ class HeaderReader:
 
     def metadata(self, count: int) -> dict[str, Value]:
         self.need(count * 13, f"{count} metadata values")  # key length, type and one byte at least
+        self.few(count, "metadata values")
         values: dict[str, Value] = {}
         for i in range(count):
             key = self.name(f"metadata key {i}")
@@ -138,10 +150,11 @@ class HeaderReader:
         if kind == _STRING:
             return self.strings(key, count)
         if code is None:
+            self.few(count, f"arrays in {key!r}")
             return [self.value(kind, key, depth) for _ in range(count)]
-        values = struct.unpack_from(f"<{count}{code}", self.buffer, self.pos)
+        values: list[Value] = np.frombuffer(self.buffer, f"<{code}", count, self.pos).tolist()
         self.pos += count * size
-        return list(values)
+        return values
 
     def strings(self, key: str, count: int) -> list[str]:
         """As `string`, count times, in one tight loop: vocabularies have 300,000 of them."""
@@ -171,6 +184,7 @@ class HeaderReader:
     def tensor_table(self, count: int) -> list[tuple[str, QuantType, tuple[int, ...], int, int]]:
         """(name, type, shape, offset in the data section, bytes) of each tensor."""
         self.need(count * 32, f"the table of {count} tensors")  # 8 + 4 + 8 + 4 + 8 bytes at least
+        self.few(count, "tensors")
         table = []
         seen: set[str] = set()
         for i in range(count):

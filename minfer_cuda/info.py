@@ -9,16 +9,11 @@ import numpy as np
 
 from minfer_cuda.config import Qwen2Config
 from minfer_cuda.gguf import GGUFFile, TensorInfo
+from minfer_cuda.printable import printable
 
 SHOWN_TEXT = 200  # characters of a metadata string
 SHOWN_VALUES = 6  # values of a metadata array
 CHECK_BYTES = 1 << 24  # of a tensor's quantised rows, dequantised at once by `check`
-
-
-def printable(text: str) -> str:
-    """`text` with every character that is not printable written as its escape, so that nothing in
-    a file can move a terminal's cursor, colour it or set its title."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def size(n_bytes: int) -> str:

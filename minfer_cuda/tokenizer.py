@@ -7,7 +7,7 @@ so that the caller decides for each piece of text whether their spellings count.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from itertools import chain
 from typing import Any
 
@@ -15,6 +15,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from minfer_cuda.errors import TokenizerError
+from minfer_cuda.printable import shown
 
 # Qwen2's own pre-tokenizer rule: digits one by one, newlines end a run, case-blind contractions.
 QWEN2_SPLIT = (
@@ -23,7 +24,9 @@ QWEN2_SPLIT = (
 )
 KNOWN_SPLITS = ("qwen2", "deepseek-r1-qwen")  # the R1 distills kept Qwen's rule
 END_TEXTS = ("<|im_end|>", "<|endoftext|>")
+FIM_END_TEXTS = {"fim_pad": "<|fim_pad|>", "fim_rep": "<|repo_name|>", "fim_sep": "<|file_sep|>"}
 UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 2, 3, 4, 5  # `tokenizer.ggml.token_type`; 1 is normal
+NOT_TEXT = (UNKNOWN, CONTROL, USER_DEFINED, UNUSED)
 FIM_KEYS = {  # the second names are those of older files
     "prefix": ("fim_pre", "prefix"),
     "suffix": ("fim_suf", "suffix"),
@@ -64,6 +67,8 @@ class Tokenizer:
 
     `end_ids`: ids that end a reply. `bos_text`, `eos_text`: spellings for templates, or None.
     `fim_prefix`, `fim_suffix`, `fim_middle`: ids of the fill-in-the-middle tokens, or None.
+    `fim_ends`: ids that end what fills the middle, beside `end_ids`: padding, the next file, the
+    next repository.
     `notices`: defaults taken that the user should hear about.
     """
 
@@ -93,6 +98,9 @@ class Tokenizer:
         self.fim_prefix = self._fim_id("prefix")
         self.fim_suffix = self._fim_id("suffix")
         self.fim_middle = self._fim_id("middle")
+        named = [self._named_id(key, notices) for key in FIM_END_TEXTS]
+        named += [self._ids.get(text) for text in FIM_END_TEXTS.values()]
+        self.fim_ends = frozenset(i for i in named if i is not None)
         self.notices = tuple(notices)
 
     @property
@@ -172,7 +180,7 @@ class Tokenizer:
             notices.append("tokenizer.ggml.token_type is missing: no token is taken as special")
             return [1] * len(self._tokens)
         if not isinstance(types, list) or len(types) != len(self._tokens):
-            n_types = len(types) if isinstance(types, list) else repr(types)
+            n_types = len(types) if isinstance(types, list) else shown(types)
             raise TokenizerError(
                 f"tokenizer.ggml.token_type has {n_types} entries for {len(self._tokens)} tokens: "
                 "the file contradicts itself"
@@ -185,7 +193,7 @@ class Tokenizer:
             notices.append("tokenizer.ggml.pre is missing: taken as qwen2")
         elif pre not in KNOWN_SPLITS:
             raise TokenizerError(
-                f"tokenizer.ggml.pre is {pre!r}: this engine splits text by "
+                f"tokenizer.ggml.pre is {shown(pre)}: this engine splits text by "
                 f"{' and '.join(KNOWN_SPLITS)} only"
             )
 
@@ -201,6 +209,9 @@ class Tokenizer:
             raise TokenizerError(
                 "tokenizer.ggml.merges is missing or empty: convert the model again"
             )
+        if set(map(type, merges)) != {str}:
+            raise TokenizerError("tokenizer.ggml.merges holds what is not a text")
+        self._check_ordinary(set(merges))
         try:
             bpe = models.BPE(self._ids, [tuple(merge.split(" ")) for merge in merges])
         except Exception as error:  # the library raises bare Exception for a bad merge
@@ -211,12 +222,25 @@ class Tokenizer:
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
         return tokenizer
 
+    def _check_ordinary(self, merges: Set[object]) -> None:
+        """Refuse a vocabulary in which ordinary text can become a token that is not text."""
+        for token in [i for i, kind in enumerate(self._types) if kind in NOT_TEXT]:
+            text, kind = self._tokens[token], self._types[token]
+            if self._ids[text] != token:
+                continue  # its spelling stands for another one
+            cuts = (f"{text[:i]} {text[i:]}" for i in range(1, len(text)))
+            if text in BYTE_OF or any(cut in merges for cut in cuts):
+                raise TokenizerError(
+                    f"token {token}, {shown(text)}, has type {kind}, but ordinary text becomes it: "
+                    "the file contradicts itself"
+                )
+
     def _named_id(self, key: str, notices: list[str]) -> int | None:
         value = self._metadata.get(f"tokenizer.ggml.{key}_token_id")
         token = _id_in(value, self.n_vocab)
         if value is not None and token is None:
             notices.append(
-                f"tokenizer.ggml.{key}_token_id is {value!r}, outside the vocabulary of "
+                f"tokenizer.ggml.{key}_token_id is {shown(value)}, outside the vocabulary of "
                 f"{self.n_vocab}: ignored"
             )
         return token
@@ -232,11 +256,14 @@ def vocabulary(metadata: Mapping[str, Any]) -> list[str]:
     model = metadata.get("tokenizer.ggml.model")
     if model != "gpt2":
         raise TokenizerError(
-            f"tokenizer.ggml.model is {model!r}: only gpt2 (byte-level BPE) vocabularies are read"
+            f"tokenizer.ggml.model is {shown(model)}: only gpt2 (byte-level BPE) vocabularies are "
+            "read"
         )
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not tokens:
         raise TokenizerError("tokenizer.ggml.tokens is missing or empty: convert the model again")
+    if set(map(type, tokens)) != {str}:
+        raise TokenizerError("tokenizer.ggml.tokens holds what is not a text")
     return tokens
 
 

@@ -10,7 +10,8 @@ from ggufs import write_gguf
 
 from minfer_cuda.config import Qwen2Config
 from minfer_cuda.gguf import GGUFFile
-from minfer_cuda.info import check, describe, printable, size
+from minfer_cuda.info import check, describe, size
+from minfer_cuda.printable import printable
 
 
 def described(path: Path, n_ctx: int = 4096, **options: Any) -> str:
