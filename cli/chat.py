@@ -78,7 +78,7 @@ def chat(
         from .repl import Choices, Repl
 
         conversation = begin(llm, max_tokens, session, system)
-        params = sampling.params(llm, ignore_eos)
+        params = sampling.params(llm, llm.tokenizer.end_ids if ignore_eos else ())
         choices = Choices(params, max_tokens, stop or [], hide_thinking)
         repl = Repl(llm, conversation, choices, session)
         typed = sys.stdin.isatty() and sys.stdout.isatty()

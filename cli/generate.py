@@ -20,6 +20,7 @@ from .terminal import styled
 from .thinking import begins_in_thought
 
 if TYPE_CHECKING:
+    from minfer_cuda.grammar import Grammar
     from minfer_cuda.llm import LLM
 
 MAX_LOGPROBS = 32  # the device sampler's
@@ -33,6 +34,28 @@ Suffix = Annotated[
     typer.Option(
         "--suffix", metavar="TEXT", help="Fill in what stands between the prompt and this text."
     ),
+]
+JsonSchema = Annotated[
+    str | None,
+    typer.Option(
+        "--json-schema",
+        metavar="FILE|TEXT",
+        help="Answer in JSON that this schema allows; {} allows any.",
+    ),
+]
+GrammarFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--grammar",
+        metavar="FILE",
+        exists=True,
+        dir_okay=False,
+        help="Answer in the language of this grammar, in Lark's notation or in GBNF.",
+    ),
+]
+Regex = Annotated[
+    str | None,
+    typer.Option("--regex", metavar="PATTERN", help="Answer with a match of this expression."),
 ]
 Json = Annotated[
     bool, typer.Option("--json", help="Print one JSON object a line: every token, then the end.")
@@ -58,6 +81,7 @@ class Request:
     system: str | None
     raw: bool
     suffix: str | None
+    grammar: Grammar | None = None
 
     def check(self) -> None:
         """Raise UsageError for combinations that mean nothing."""
@@ -71,6 +95,15 @@ class Request:
         if self.suffix is not None:
             return llm.tokenizer.encode_infill(self.prompt, self.suffix)
         return llm.encode(self.prompt, system=self.system, raw=self.raw)
+
+    def end_ids(self, llm: LLM) -> frozenset[int]:
+        """The tokens that end the answer."""
+        ends = llm.tokenizer.end_ids
+        return ends if self.suffix is None else ends | llm.tokenizer.fim_ends
+
+    def opens_thought(self, llm: LLM, ids: list[int]) -> bool:
+        """Whether the answer to the prompt `ids` begins within a thought."""
+        return self.grammar is None and begins_in_thought(ids, llm.tokenizer)
 
 
 def generate(
@@ -90,6 +123,9 @@ def generate(
     seed: options.Seed = None,
     stop: options.Stop = None,
     ignore_eos: options.IgnoreEos = False,
+    json_schema: JsonSchema = None,
+    grammar: GrammarFile = None,
+    regex: Regex = None,
     system: options.System = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt as it stands, without a template.")
@@ -114,14 +150,23 @@ def generate(
         temperature, top_k, top_p, min_p, repeat_penalty, frequency_penalty, presence_penalty, seed
     )
     sampling.check()
-    request = Request(read_prompt(prompt, prompt_file), system, raw, suffix)
+    shape = read_grammar(json_schema, grammar, regex)
+    if shape is not None and ignore_eos:
+        raise UsageError("--ignore-eos: a schema or grammar tells where the answer may end")
+    request = Request(read_prompt(prompt, prompt_file), system, raw, suffix, shape)
     request.check()
     settings = Settings(n_ctx, device, kv_type and kv_type.value, chat_template, rope_freq_base)
     with open_model(model, settings, verbose) as llm:
-        params = sampling.params(llm, ignore_eos)
-        ids = request.encode(llm)
+        ids, end_ids = request.encode(llm), request.end_ids(llm)
+        params = sampling.params(llm, end_ids if ignore_eos else ())
         completion = llm.complete(
-            ids, max_tokens=max_tokens, stop=stop or (), params=params, n_logprobs=logprobs or 0
+            ids,
+            max_tokens=max_tokens,
+            stop=stop or (),
+            end_ids=end_ids,
+            n_logprobs=logprobs or 0,
+            grammar=shape,
+            params=params,
         )
         if echo:
             echo_prompt(request, ids, as_json)
@@ -129,7 +174,7 @@ def generate(
             if as_json:
                 Events(completion, llm.tokenizer).stream()
             else:
-                stream(completion, Printer(begins_in_thought(ids, llm.tokenizer), hide_thinking))
+                stream(completion, Printer(request.opens_thought(llm, ids), hide_thinking))
         finally:
             if completion.tokens:
                 closing = closing_line(completion, draws_at_random(params))
@@ -143,6 +188,28 @@ def echo_prompt(request: Request, ids: list[int], as_json: bool) -> None:
     else:
         continued = request.raw or request.suffix is not None
         print(request.prompt, end="" if continued else "\n", flush=True)
+
+
+def read_grammar(schema: str | None, file: Path | None, pattern: str | None) -> Grammar | None:
+    """What the answer has to look like, by at most one of the three. Raises UsageError."""
+    if len([given for given in (schema, file, pattern) if given is not None]) > 1:
+        raise UsageError("--json-schema, --grammar and --regex exclude each other")
+    if schema is None and file is None and pattern is None:
+        return None
+    from minfer_cuda.grammar import Grammar
+
+    if schema is not None:
+        return Grammar.json_schema(schema_text(schema))
+    return Grammar.lark(read_text(file)) if file is not None else Grammar.regex(pattern or "")
+
+
+def schema_text(given: str) -> str:
+    """The schema itself, or what is in the file of that name."""
+    if given.lstrip().startswith("{"):
+        return given
+    if not Path(given).is_file():
+        raise UsageError(f"--json-schema: {given!r} is neither a file nor a schema, as in {{...}}")
+    return read_text(Path(given))
 
 
 def read_prompt(argument: str | None, file: Path | None = None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 STOPPED = {
     "stop": "end token",
     "stop string": "stop string",
+    "grammar": "grammar complete",
     "length": "length limit",
     "interrupted": "interrupted",
 }
@@ -56,13 +57,11 @@ class Sampling:
 
         SamplingParams.from_metadata({}, **vars(self))
 
-    def params(self, llm: LLM, ignore_eos: bool) -> SamplingParams:
-        """All parameters for a model. `ignore_eos`: its end tokens are never drawn."""
+    def params(self, llm: LLM, never: Iterable[int] = ()) -> SamplingParams:
+        """All parameters for a model; the ids of `never` are not drawn."""
         params = llm.sampling(**vars(self))
-        if not ignore_eos:
-            return params
-        never = dict.fromkeys(llm.tokenizer.end_ids, float("-inf"))
-        return replace(params, logit_bias=params.logit_bias | never)
+        bias = dict.fromkeys(never, float("-inf"))
+        return replace(params, logit_bias=params.logit_bias | bias)
 
 
 @contextmanager

@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from minfer_cuda.errors import MinferError
+    from minfer_cuda.grammar import Grammar
     from minfer_cuda.llm import LLM, Completion
     from minfer_cuda.sampling import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Completion", "MinferError", "SamplingParams", "__version__"]
+__all__ = ["LLM", "Completion", "Grammar", "MinferError", "SamplingParams", "__version__"]
 
 _HOMES = {
     "LLM": "minfer_cuda.llm",
     "Completion": "minfer_cuda.llm",
+    "Grammar": "minfer_cuda.grammar",
     "MinferError": "minfer_cuda.errors",
     "SamplingParams": "minfer_cuda.sampling",
 }

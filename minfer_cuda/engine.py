@@ -62,17 +62,36 @@ class Runner(Protocol):
         `exempt` (end tokens) are never penalised. The random counter is the number of tokens
         sampled since."""
 
-    def sample(self) -> None:
-        """Enqueue: draw the next token from the logits at hand."""
+    def sample(self, mask: np.ndarray | None = None) -> None:
+        """Enqueue: draw the next token from the logits at hand; with a `mask` (of
+        `sampling.mask_words`) one that it allows."""
+
+    def feed(self, position: int) -> None:
+        """Enqueue: forward the last drawn token at `position`."""
 
     def step(self, position: int) -> None:
-        """Enqueue: forward the last drawn token at `position`, then draw the next one."""
+        """Enqueue `feed` and `sample` without a mask, as one."""
 
     def read(self) -> Token:
         """Wait for the oldest draw not read yet."""
 
     def close(self) -> None:
         """Free everything."""
+
+
+class Constraint(Protocol):
+    """What says which tokens an answer may consist of; see `grammar.Matcher`."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether the answer is complete and nothing can follow."""
+
+    def mask(self) -> np.ndarray:
+        """The ids that may come next, at least one; uint32, as `sampling.mask_words` has it. End
+        tokens are among them where the answer may end."""
+
+    def accept(self, token: int) -> None:
+        """Go on after `token`, one that the mask allowed and no end token."""
 
 
 def check_sizes(n_ctx: int, n_batch: int) -> None:
@@ -90,7 +109,7 @@ def check_rows(n_tokens: int, n_out: int, n_batch: int) -> None:
         )
 
 
-FinishReason = Literal["stop", "length", "interrupted"]
+FinishReason = Literal["stop", "grammar", "length", "interrupted"]
 
 
 @dataclass
@@ -150,8 +169,10 @@ class Engine:
         max_tokens: int | None = None,
         end_ids: frozenset[int] = frozenset(),
         n_logprobs: int = 0,
+        constraint: Constraint | None = None,
     ) -> Iterator[Token]:
-        """Yield tokens until an end token (yielded and counted too), `max_tokens`, or the context.
+        """Yield tokens until an end token (yielded and counted too), the last that `constraint`
+        allows, `max_tokens`, or the context.
 
         None takes the room that is left: the prompt and all tokens but the last must fit n_ctx.
         A later call of `generate` or `logits` ends this one. Raises at once, before anything is
@@ -166,7 +187,7 @@ class Engine:
         limit = room if max_tokens is None else min(max_tokens, room)
         seed = secrets.randbits(64) if params.seed is None else params.seed
         self.stats = Stats(seed=seed, prompt_tokens=len(prompt))
-        return self._generate(prompt, params, limit, end_ids, n_logprobs, self.stats)
+        return self._generate(prompt, params, limit, end_ids, n_logprobs, constraint, self.stats)
 
     def logits(self, ids: Sequence[int], n_out: int | None = None) -> np.ndarray:
         """Logits of the last `n_out` of `ids` (None: all): float32 (n_out, V), on the host.
@@ -206,6 +227,7 @@ class Engine:
         limit: int,
         end_ids: frozenset[int],
         n_logprobs: int,
+        constraint: Constraint | None,
         stats: Stats,
     ) -> Iterator[Token]:
         start = first = time.perf_counter()
@@ -218,19 +240,23 @@ class Engine:
                 self._prefill(chunk, 1)
             self.runner.begin(params, stats.seed, prompt, end_ids, n_logprobs)
             if limit > 0:
-                self.runner.sample()
+                self.runner.sample(None if constraint is None else constraint.mask())
             for n in range(limit):
                 if self.stats is not stats:
                     return
                 more = n + 1 < limit
-                token = self._next(len(prompt) + n if more else None)
+                position = len(prompt) + n if more else None
+                if constraint is None:
+                    token = self._next(position)
+                else:
+                    token = self._next_allowed(position, constraint, end_ids)
                 now = time.perf_counter()
                 if n == 0:
                     first, stats.prefill_seconds = now, now - start
                 stats.decode_seconds = now - first
                 stats.generated_tokens = n + 1
-                if token.id in end_ids:
-                    stats.finish_reason = "stop"
+                if token.id in end_ids or (constraint is not None and constraint.complete):
+                    stats.finish_reason = "stop" if token.id in end_ids else "grammar"
                     yield token
                     return
                 if not more:
@@ -247,6 +273,22 @@ class Engine:
         token = self.runner.read()
         self._settled = settled
         if position is not None:
+            self.tokens.append(token.id)
+        return token
+
+    def _next_allowed(
+        self, position: int | None, constraint: Constraint, end_ids: frozenset[int]
+    ) -> Token:
+        """The oldest draw, and after it, if there is a `position` and the answer goes on, its
+        forward and the next draw: what that may be is found out while the device forwards."""
+        token = self.runner.read()
+        self._settled = len(self.tokens)
+        if token.id in end_ids:
+            return token
+        constraint.accept(token.id)
+        if position is not None and not constraint.complete:
+            self.runner.feed(position)
+            self.runner.sample(constraint.mask())
             self.tokens.append(token.id)
         return token
 

@@ -29,6 +29,10 @@ class TemplateError(MinferError):
     """The chat template is missing or does not render these messages."""
 
 
+class GrammarError(MinferError):
+    """A grammar that cannot go on: no token fits, or it has grown too complex."""
+
+
 class SessionError(MinferError):
     """A saved conversation cannot be read or written."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from types import TracebackType
 from typing import Any
@@ -13,6 +13,7 @@ from minfer_cuda.config import Qwen2Config
 from minfer_cuda.engine import Engine, Stats, Token
 from minfer_cuda.errors import UsageError
 from minfer_cuda.gguf import GGUFFile
+from minfer_cuda.grammar import Grammar, GrammarVocabulary, Matcher
 from minfer_cuda.runners import make_runner
 from minfer_cuda.sampling import SamplingParams
 from minfer_cuda.stops import TextStream
@@ -41,7 +42,8 @@ class Completion(Iterator[str]):
 
     @property
     def finish_reason(self) -> str:
-        """ "stop" (an end token), "stop string", "length", or "interrupted", also while it runs."""
+        """ "stop" (an end token), "stop string", "grammar" (complete, nothing can follow),
+        "length", or "interrupted", also while it runs."""
         return "stop string" if self._stream.stopped is not None else self.stats.finish_reason
 
     def __next__(self) -> str:
@@ -169,6 +171,7 @@ class LLM:
         max_tokens: int | None = None,
         stop: str | Sequence[str] = (),
         n_logprobs: int = 0,
+        grammar: Grammar | None = None,
         params: SamplingParams | None = None,
         **sampling: Any,
     ) -> Completion:
@@ -179,6 +182,7 @@ class LLM:
             max_tokens=max_tokens,
             stop=stop,
             n_logprobs=n_logprobs,
+            grammar=grammar,
             params=params,
             **sampling,
         )
@@ -191,6 +195,7 @@ class LLM:
         max_tokens: int | None = None,
         stop: str | Sequence[str] = (),
         n_logprobs: int = 0,
+        grammar: Grammar | None = None,
         params: SamplingParams | None = None,
         **sampling: Any,
     ) -> Completion:
@@ -202,6 +207,7 @@ class LLM:
             max_tokens=max_tokens,
             stop=stop,
             n_logprobs=n_logprobs,
+            grammar=grammar,
             params=params,
             **sampling,
         )
@@ -212,7 +218,9 @@ class LLM:
         *,
         max_tokens: int | None = None,
         stop: str | Sequence[str] = (),
+        end_ids: Iterable[int] = (),
         n_logprobs: int = 0,
+        grammar: Grammar | None = None,
         params: SamplingParams | None = None,
         **sampling: Any,
     ) -> Completion:
@@ -220,7 +228,10 @@ class LLM:
 
         max_tokens  None: the room that the context leaves
         stop        strings that end the answer and are not part of it
+        end_ids     tokens that end the answer beside the model's own
         n_logprobs  how many of the most likely tokens each `Token` names
+        grammar     what the answer has to look like; an answer that another reason ends before the
+                    grammar allows it is a beginning of one
         sampling    fields of `SamplingParams`, or all of them as `params`
 
         What the cache holds of an earlier prompt is not computed again. Raises UsageError and
@@ -233,10 +244,21 @@ class LLM:
             ids,
             params or self.sampling(**sampling),
             max_tokens,
-            self.tokenizer.end_ids,
+            self.tokenizer.end_ids.union(end_ids),
             n_logprobs,
+            None if grammar is None else self._matcher(grammar),
         )
         return Completion(tokens, stream, self.engine.stats)
+
+    @cached_property
+    def _grammar_vocabulary(self) -> GrammarVocabulary:
+        return GrammarVocabulary(self.tokenizer, self.config.n_vocab)
+
+    def _matcher(self, grammar: Grammar) -> Matcher:
+        matcher = self._grammar_vocabulary.matcher(grammar)
+        for notice in matcher.notices:
+            self._say(notice)
+        return matcher
 
     def close(self) -> None:
         """Free the weights and the cache; closing again does nothing."""

@@ -44,7 +44,7 @@ class ScriptedRunner:
         self.draws = []
         self.calls.append(("begin", params.temperature, seed))
 
-    def sample(self):
+    def sample(self, mask=None):
         self.draws.append(Token((self.position + self.drift * self.runs) % N_VOCAB))
 
     def step(self, position):

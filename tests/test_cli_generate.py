@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator
 
 import ggufs
+import numpy as np
 import pytest
 from command_line import (
     CPU,
@@ -249,3 +250,100 @@ def test_a_ctrl_c_that_python_drops_ends_the_answer_all_the_same(capsys):
     assert completion.ended
     assert capsys.readouterr() == ("ac\n", "")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+# ---- answers that follow a grammar
+
+SCHEMA = '{"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": false}'  # noqa: E501
+
+
+@pytest.mark.parametrize("as_file", [False, True], ids=["text", "file"])
+def test_an_answer_in_json_follows_the_schema_of_a_text_or_a_file(model, tmp_path, as_file):
+    given = SCHEMA
+    if as_file:
+        given = tmp_path / "schema.json"
+        given.write_text(SCHEMA)
+    result = minfer("generate", model, "hello", *CPU, "--json-schema", given)
+    assert result.exit_code == 0
+    assert type(json.loads(result.stdout)["ok"]) is bool
+    assert "stopped: grammar complete" in result.stderr
+
+
+def test_events_of_a_constrained_answer_say_how_it_ended(model):
+    arguments = ("generate", model, "hello", *CPU, "--json", "--regex", "(ab){3}")
+    *tokens, end = events(minfer(*arguments, "--logprobs", "1"))
+    assert (end["text"], end["finish_reason"]) == ("ababab", "grammar")
+    assert "".join(token["text"] for token in tokens) == "ababab"
+    assert all(token["logprob"] <= token["top"][0]["logprob"] for token in tokens)
+    cut = events(minfer(*arguments, "-n", "2"))[-1]
+    assert (cut["text"], cut["finish_reason"]) == ("ab", "length")
+
+
+def test_a_grammar_file_is_lark_or_gbnf(model, tmp_path):
+    for text in ('start: "x" "y"', 'root ::= "x" "y"\n'):
+        (tmp_path / "grammar").write_text(text)
+        result = minfer("generate", model, "hello", *CPU, "--grammar", tmp_path / "grammar")
+        assert result.stdout == "xy\n", result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--json-schema", '{"not": {}}'), "not"),
+        (("--json-schema", "{oops"), "JSON schema cannot be read"),
+        (("--json-schema", "no-such-file.json"), "neither a file nor a schema"),
+        (("--grammar", "no-such-file"), "no-such-file"),
+        (("--regex", "("), "unclosed"),
+        (("--regex", "a", "--json-schema", "{}"), "exclude each other"),
+        (("--regex", "a+", "--ignore-eos"), "--ignore-eos"),
+    ],
+    ids=" ".join,
+)
+def test_a_bad_grammar_ends_with_2_before_the_model_is_opened(arguments, said):
+    result = minfer("generate", "/no/such/model.gguf", "hi", *arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert "such/model" not in result.stderr
+
+
+def test_a_grammar_that_is_no_text_is_an_error_of_the_data(tmp_path):
+    (tmp_path / "grammar").write_bytes(b"\xff\xfe")
+    result = minfer("generate", "/no/such.gguf", "hi", "--grammar", tmp_path / "grammar")
+    assert result.exit_code == 1
+    assert "not UTF-8" in one_error_line(result)
+
+
+def test_an_answer_by_a_grammar_is_no_thought(tmp_path):
+    """The template has opened one: shown as such, or hidden, the answer would be lost."""
+    opening = ggufs.CHATML.replace("assistant\n", "assistant\n<think>\n")
+    path = ggufs.write_gguf(tmp_path / "thinks.gguf", layers=1, d=128, heads=2, kv_heads=1, ffn=128,
+                            chat_template=opening)  # fmt: skip
+    arguments = ("generate", path, "hello", *CPU, "--hide-thinking")
+    assert minfer(*arguments, "-n", "5", "--ignore-eos").stdout.strip() == ""
+    assert minfer(*arguments, "--regex", "yes").stdout == "yes\n"
+
+
+# ---- where filling in ends
+
+
+def test_filling_in_ends_where_the_next_file_would_begin(tmp_path):
+    """The head draws <|file_sep|>, or any id that ends a middle, whatever it is given."""
+    tokens = ggufs.vocabulary()[0]
+    marks = {"fim_pre": 1, "fim_suf": 2, "fim_mid": 3}
+    for name, end in (("fim_pad", 5), ("fim_rep", 6), ("fim_sep", 7)):
+        bias = np.where(np.arange(len(tokens)) == end, 1e6, 0).astype(np.float32)
+        keys = {f"tokenizer.ggml.{key}_token_id": i for key, i in (marks | {name: end}).items()}
+        path = ggufs.write_gguf(
+            tmp_path / f"{name}.gguf", layers=1, d=128, heads=2, kv_heads=1, ffn=128,
+            metadata=keys, output_bias=True, tensors={"output.bias": bias},
+        )  # fmt: skip
+        filled = events(minfer("generate", path, "a", "--suffix", "b", *GREEDY, "--json"))[-1]
+        assert (filled["finish_reason"], filled["generated_tokens"]) == ("stop", 1)
+        # elsewhere they are tokens like others, and --ignore-eos never draws them
+        other = events(minfer("generate", path, "a", "--raw", *GREEDY, "--json"))
+        assert other[-1]["finish_reason"] == "length"
+        assert {e["id"] for e in other if e["event"] == "token"} == {end}
+        never = events(
+            minfer("generate", path, "a", "--suffix", "b", *GREEDY, "--json", "--ignore-eos")
+        )
+        assert end not in {e["id"] for e in never if e["event"] == "token"}

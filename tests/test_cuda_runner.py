@@ -19,7 +19,7 @@ from minfer_cuda.kernels import Device
 from minfer_cuda.prefill import F16_ARCHS, INT8_ROWS, most_int8_rows
 from minfer_cuda.runners.cuda_runner import CudaRunner
 from minfer_cuda.runners.numpy_runner import NumpyRunner
-from minfer_cuda.sampling import SamplingParams
+from minfer_cuda.sampling import SamplingParams, mask_words
 
 IDS = [5, 71, 3, 3, 250, 0, 17, 99, 42, 7, 130]
 GREEDY = SamplingParams(temperature=0.0)
@@ -247,6 +247,78 @@ def test_a_replayed_step_leaves_its_own_logits(device: Device, mixed: Path) -> N
     assert runner.logits().shape == (1, runner.config.n_vocab)
     with pytest.raises(UsageError, match="1 kept"):
         runner.logits(3)
+
+
+class Allowing:
+    """Allows some ids at every step, for `n` tokens."""
+
+    def __init__(self, ids: list[int], n_vocab: int, n: int):
+        bits = np.zeros(mask_words(n_vocab) * 32, bool)
+        bits[ids] = True
+        self._mask = np.packbits(bits, bitorder="little").view(np.uint32)
+        self._left = n
+
+    @property
+    def complete(self) -> bool:
+        return self._left == 0
+
+    def mask(self) -> np.ndarray:
+        return self._mask
+
+    def accept(self, token: int) -> None:
+        self._left -= 1
+
+
+def constrained(engine: Engine, allowed_ids: list[int], n: int = 4) -> list[int]:
+    allowing = Allowing(allowed_ids, engine.config.n_vocab, n)
+    params = SamplingParams(seed=3, temperature=2.0)
+    return [token.id for token in engine.generate(IDS, params, constraint=allowing)]
+
+
+def test_a_mask_of_all_ids_changes_no_token_and_no_bit(device: Device, mixed: Path) -> None:
+    """Forward and draw apart, with the mask between them, are what a step does as one."""
+    runner = runner_of(device, mixed)
+    engine = Engine(runner, runner.config)
+    params = SamplingParams(seed=3, temperature=2.0)
+    free = [token.id for token in engine.generate(IDS, params, 4)]
+    logits = runner.logits()
+    engine.rollback(0)
+    assert constrained(engine, list(range(runner.config.n_vocab))) == free
+    assert np.array_equal(runner.logits(), logits)
+    longer = [*IDS, *free]  # steps as one follow those in parts
+    assert [t.id for t in engine.generate(longer, GREEDY, 3)] == greedy_after(engine, longer)
+
+
+def greedy_after(engine: Engine, ids: list[int]) -> list[int]:
+    engine.rollback(0)
+    return [t.id for t in engine.generate(ids, GREEDY, 3)]
+
+
+def test_constrained_draws_are_among_the_allowed_and_are_those_of_the_cpu(
+    device: Device, floats: Path
+) -> None:
+    """Logits that differ by 2e-3 of their norm draw the same ids where few are allowed."""
+    runner = runner_of(device, floats, kv_type="f32")
+    file = GGUFFile.open(floats)
+    host = Engine(NumpyRunner(file, runner.config, 24, "f32"), runner.config)
+    some = [7, 100, 250]
+    got = constrained(Engine(runner, runner.config), some)
+    assert set(got) <= set(some)
+    assert got == constrained(host, some)
+
+
+@pytest.mark.gpu
+def test_constrained_steps_replay_two_graphs_and_give_eager_tokens(mixed: Path) -> None:
+    from minfer_cuda.kernels.module import CudaDevice
+
+    device, results = CudaDevice(), []
+    for graphs in (False, True):
+        runner = runner_of(device, mixed, n_ctx=64, graphs=graphs)
+        engine = Engine(runner, runner.config)
+        results.append(constrained(engine, [7, 100, 250, 13], 40))
+    assert results[0] == results[1]
+    assert runner._steps.captures == 2  # type: ignore[attr-defined]
+    assert runner._steps.replays == 2 * 37  # type: ignore[attr-defined]
 
 
 def test_two_runners_of_one_device_never_meet(device: Device, mixed: Path) -> None:

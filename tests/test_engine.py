@@ -11,7 +11,7 @@ from ggufs import write_gguf
 
 from minfer_cuda.config import Qwen2Config
 from minfer_cuda.engine import Engine, Token
-from minfer_cuda.errors import ContextFullError, DeviceError, UsageError
+from minfer_cuda.errors import ContextFullError, DeviceError, GrammarError, UsageError
 from minfer_cuda.gguf import GGUFFile
 from minfer_cuda.runners.numpy_runner import NumpyRunner
 from minfer_cuda.sampling import SamplingParams
@@ -31,7 +31,7 @@ class FakeRunner:
         self.calls: list[tuple] = []
         self.fail_at: dict[str, Callable[[], None]] = {}
         self._script = deque(script)
-        self._waiting: deque[int | None] = deque()
+        self._waiting: deque[Callable[[], None]] = deque()
         self._unread: deque[int] = deque()
         self._last = -1
 
@@ -41,10 +41,13 @@ class FakeRunner:
             self.fail_at[name]()
 
     def _work(self) -> None:
-        position = self._waiting.popleft()
-        if position is not None:
-            assert position < self.n_ctx
-            self.cache[position] = self._last
+        self._waiting.popleft()()
+
+    def _forward(self, position: int) -> None:
+        assert position < self.n_ctx
+        self.cache[position] = self._last
+
+    def _draw(self) -> None:
         self._last = self._script.popleft() if self._script else 1
         self._unread.append(self._last)
 
@@ -64,13 +67,17 @@ class FakeRunner:
     def begin(self, params, seed, history, exempt, n_logprobs=0):
         self._call("begin", seed, list(history), exempt, n_logprobs)
 
-    def sample(self):
-        self._call("sample")
-        self._waiting.append(None)
+    def sample(self, mask=None):
+        self._call("sample", *([] if mask is None else [mask]))
+        self._waiting.append(self._draw)
+
+    def feed(self, position):
+        self._call("feed", position)
+        self._waiting.append(lambda: self._forward(position))
 
     def step(self, position):
         self._call("step", position)
-        self._waiting.append(position)
+        self._waiting += [lambda: self._forward(position), self._draw]
 
     def read(self):
         self._call("read")
@@ -250,6 +257,95 @@ def test_logits_of_many_rows_come_from_all_chunks_that_hold_them():
     assert engine.tokens == list(range(10)) == held(engine)
     with pytest.raises(UsageError, match="n_out"):
         engine.logits([1, 2], 3)
+
+
+# ---- constraints
+
+
+class Countdown:
+    """Allows anything; complete after `n` tokens. Its masks are the tokens it has seen."""
+
+    def __init__(self, n: int):
+        self.n = n
+        self.seen: list[int] = []
+        self.fail_after = 1000
+
+    @property
+    def complete(self) -> bool:
+        return len(self.seen) == self.n
+
+    def mask(self):
+        if len(self.seen) == self.fail_after:
+            raise GrammarError("too complex")
+        return list(self.seen)
+
+    def accept(self, token: int) -> None:
+        self.seen.append(token)
+
+
+def test_a_mask_is_made_after_its_token_and_after_the_forward_is_on_its_way():
+    engine = engine_of(10, 11, 12)
+    assert run(engine, [1, 2], constraint=Countdown(3)) == [10, 11, 12]
+    rounds = [
+        ("read",),
+        ("feed", 2),
+        ("sample", [10]),
+        ("read",),
+        ("feed", 3),
+        ("sample", [10, 11]),
+    ]
+    assert engine.runner.calls[2:] == [("sample", []), *rounds, ("read",)]
+    assert engine.stats.finish_reason == "grammar"
+    assert engine.tokens == [1, 2, 10, 11] == held(engine)
+
+
+@pytest.mark.parametrize(
+    ("script", "n", "limit", "want", "reason"),
+    [
+        ((10, 11), 2, 9, [10, 11], "grammar"),
+        ((10, 11), 2, 2, [10, 11], "grammar"),
+        ((10, 11), 3, 2, [10, 11], "length"),
+        ((10, 99), 9, 9, [10, 99], "stop"),
+        ((99,), 9, 1, [99], "stop"),
+    ],
+)
+def test_what_ends_first_is_the_reason(script, n, limit, want, reason):
+    engine, constraint = engine_of(*script), Countdown(n)
+    assert run(engine, [1], limit, END, constraint=constraint) == want
+    assert engine.stats.finish_reason == reason
+    assert constraint.seen == [token for token in want if token not in END]
+    assert engine.tokens == [1, *want[:-1]] == held(engine)
+
+
+@pytest.mark.parametrize("stop_after", [1, 2, 3])
+def test_the_record_is_exact_when_the_consumer_of_constrained_tokens_stops(stop_after):
+    engine = engine_of(10, 11, 12, 13)
+    tokens = engine.generate([1, 2], GREEDY, 9, constraint=Countdown(4))
+    for _ in range(stop_after):
+        next(tokens)
+    tokens.close()
+    assert engine.tokens == [1, 2, 10, 11, 12][: 2 + stop_after] == held(engine)
+    assert engine.stats.finish_reason == "interrupted"
+
+
+@pytest.mark.parametrize("call", ["feed", "sample", "read"])
+def test_an_interrupt_between_constrained_tokens_keeps_only_what_is_certain(call):
+    engine = engine_of(10, 11, 12)
+    tokens = engine.generate([1, 2], GREEDY, 9, constraint=Countdown(4))
+    next(tokens)
+    engine.runner.fail_at[call] = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        next(tokens)
+    assert engine.tokens == held(engine)
+    assert engine.tokens == [1, 2, 10][: 2 if call == "read" else 3]
+
+
+def test_a_constraint_that_fails_leaves_nothing_that_would_be_reused():
+    engine, constraint = engine_of(10, 11, 12), Countdown(4)
+    constraint.fail_after = 2
+    with pytest.raises(GrammarError):
+        run(engine, [1, 2], constraint=constraint)
+    assert engine.tokens == []
 
 
 # ---- what the cache holds, whatever happens

@@ -55,6 +55,7 @@ def test_the_special_tokens_of_the_file_are_found(tokenizer):
         151660,
         151661,
     )
+    assert tokenizer.fim_ends == {151662, 151663, 151664}
     assert (tokenizer.bos_text, tokenizer.eos_text) == ("<|endoftext|>", "<|im_end|>")
 
 

@@ -347,7 +347,7 @@ def test_a_draw_allocates_nothing(device, monkeypatch):
 @pytest.mark.parametrize("n", [1, 5, MAX_LOGPROBS])
 @pytest.mark.parametrize("n_vocab", [3, 1000])
 def test_logprobs_are_of_the_models_own_distribution(device, n_vocab, n):
-    """Mask, bias and filters change the token, not the probabilities. Bound: one rounding to float32."""
+    """Mask, bias and filters change the token only. Bound: one rounding to float32."""
     logits = logits_of(n_vocab, "ties")
     params = SamplingParams(temperature=0.0, logit_bias={1: 100.0})
     sampler = sampler_of(device, n_vocab)

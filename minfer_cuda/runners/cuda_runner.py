@@ -29,10 +29,11 @@ from minfer_cuda.prefill import VARIABLE, most_int8_rows
 from minfer_cuda.quants import QuantType
 from minfer_cuda.rope import rope_tables
 from minfer_cuda.sampling import SamplingParams
-from minfer_cuda.weights import load_weights, model_tensors
+from minfer_cuda.weights import Rows, load_weights, model_tensors
 from minfer_cuda.workspace import Sizes, Workspace, workspace_bytes
 
 MIB = 1 << 20
+PIECE = 16 * MIB  # of a tensor, read from the file at once
 SLOTS = 8  # draws the host may leave unread
 GRAPH_ROWS = 64  # tokens of a prompt up to which a length seen before is replayed
 RESERVE = 96 * MIB  # left free for the sampler, graphs and the loaded kernels
@@ -96,11 +97,16 @@ class CudaRunner:
                 names |= instances_up_to(self._device, info.quant, rows, cols, self.n_batch)
         return [("matmul_f16", name) for name in sorted(names)]
 
-    def _upload(self, info: TensorInfo, data: np.ndarray) -> DeviceArray | Matrix:
+    def _upload(self, info: TensorInfo, read: Rows) -> DeviceArray | Matrix:
         if len(info.shape) == 1:
-            return self._device.upload(np.frombuffer(data.tobytes(), np.float32))
+            return self._device.upload(read(0, 1).reshape(-1).view(np.float32))
         rows, cols = info.shape
-        raw = self._device.upload(data)
+        raw = self._device.empty(info.nbytes, np.uint8)
+        step = max(1, PIECE // info.row_bytes)
+        for start in range(0, rows, step):  # host memory holds no more than one piece
+            stop = min(start + step, rows)
+            into = raw[start * info.row_bytes : stop * info.row_bytes]
+            self._device.upload(read(start, stop).reshape(-1), into=into)
         if info.quant.block_size == 1:
             return Matrix(info.quant, rows, cols, raw)
         matrix = repack(self._device, info.quant, raw, rows, cols)
@@ -123,6 +129,7 @@ class CudaRunner:
         self._logits: DeviceArray | None = None
         self._one_row: DeviceArray = None  # where every forward for one row leaves it
         self._next_position = -1  # what the device's state holds, once steps run
+        self._fed = False  # whether `feed` has run since the last draw
         self._unread: deque[tuple[int, Any]] = deque()  # draw number, its event
 
     def memory(self) -> dict[str, int]:
@@ -148,7 +155,7 @@ class CudaRunner:
 
     def prefill(self, ids: Sequence[int], start: int, n_out: int = 1) -> None:
         self.forward(ids, start, n_out)
-        self._next_position = -1
+        self._next_position, self._fed = -1, False
 
     def forward(self, ids: Sequence[int], start: int, n_out: int, tap: Tap | None = None) -> None:
         """One pass over `ids` at positions start, start + 1, ..., keeping the last n_out rows'
@@ -201,27 +208,53 @@ class CudaRunner:
         self._drawn = 0
         self.sampler.begin(params, seed, history, exempt, n_logprobs)
 
-    def sample(self) -> None:
+    def sample(self, mask: np.ndarray | None = None) -> None:
         if self._logits is None:
             raise UsageError("sample without a prefill before it")
-        self.sampler.sample(self._logits[-1], advance=0)
+        masked = mask is not None
+        if mask is not None:
+            self.sampler.set_mask(mask)
+        if self._fed:
+            key = ("draw", masked, *self.sampler.key)
+            self._steps.run(key, lambda: self._draw(masked))
+            self._next_position, self._fed = self._next_position + 1, False
+        else:
+            self.sampler.sample(self._logits[-1], advance=0, masked=masked)
         self._push()
 
+    def feed(self, position: int) -> None:
+        self._enter(position)
+        self._steps.run(("feed", self.ops.fuse_qkv, self.ops.fuse_ffn), self._feed)
+        self._logits = self._one_row  # a replay runs none of our lines
+        self._fed = True
+
     def step(self, position: int) -> None:
+        self._enter(position)
+        key = ("decode", self.ops.fuse_qkv, self.ops.fuse_ffn, *self.sampler.key)
+        self._steps.run(key, self._decode)
+        self._logits = self._one_row
+        self._next_position, self._fed = position + 1, False
+        self._push()
+
+    def _enter(self, position: int) -> None:
+        """See to it that the device's state holds `position`."""
         if not 0 <= position < self.n_ctx:
             raise ContextFullError(position + 1, self.n_ctx)
         if position != self._next_position:  # the first step after a prefill
             self._device.upload(np.array([position], np.int32), into=self.sampler.position)
-        key = ("decode", self.ops.fuse_qkv, self.ops.fuse_ffn, *self.sampler.key)
-        self._steps.run(key, self._decode)
-        self._logits = self._one_row  # a replay runs none of our lines
-        self._next_position = position + 1
-        self._push()
+            self._next_position = position
+
+    # what graphs are captured from
 
     def _decode(self) -> None:
-        """Forward the last drawn token and draw the next: what a graph is captured from."""
+        self._feed()
+        self._draw(masked=False)
+
+    def _feed(self) -> None:
         self._forward(Step(self.sampler.token, self.sampler.position), 1)
-        self.sampler.sample(self._one_row[-1], advance=1)
+
+    def _draw(self, masked: bool) -> None:
+        self.sampler.sample(self._one_row[-1], advance=1, masked=masked)
 
     def _push(self) -> None:
         if len(self._unread) == SLOTS:

@@ -16,14 +16,14 @@ from minfer_cuda.kv_cache import kv_dtype
 from minfer_cuda.models.qwen2 import Qwen2, Tap
 from minfer_cuda.ops.numpy_ops import Matrix, NumpyOps, PackedMatrix
 from minfer_cuda.sampling import SamplingParams, sample, top_logprobs, uniform
-from minfer_cuda.weights import load_weights
+from minfer_cuda.weights import Rows, load_weights
 
 # share of the available memory that float32 weights may take
 RESIDENT_SHARE = 0.6
 
 
 class NumpyRunner:
-    """`Runner` on the CPU. A `step` is computed when `read` or a later call needs it, so that a
+    """`Runner` on the CPU. Steps are computed when `read` or a later call needs them, so that a
     generation that ends does not compute the step it was ahead by."""
 
     def __init__(
@@ -56,16 +56,16 @@ class NumpyRunner:
         self.model = Qwen2(config, weights)
         self.ops = _ops(config, self.n_ctx, kv_values)
         self._logits = np.empty((0, config.n_vocab), np.float32)
-        self._pending: deque[int | None] = deque()  # draws; of a step, its position first
+        self._pending: deque[Callable[[], None]] = deque()  # forwards and draws put off
         self._drawn: deque[Token] = deque()
         self.begin(SamplingParams(temperature=0.0), 0, (), frozenset())
 
-    def _weight(self, info: TensorInfo, data: np.ndarray) -> Matrix:
-        """A vector as float32; a matrix dequantised where there is room, else the file's bytes."""
+    def _weight(self, info: TensorInfo, rows: Rows) -> Matrix:
+        """A vector as float32; a matrix dequantised where there is room, else left in the file."""
         if len(info.shape) == 1:
-            return info.quant.dequantize(data).reshape(info.shape)
+            return info.quant.dequantize(rows(0, 1)).reshape(info.shape)
         n, k = info.shape
-        packed = PackedMatrix(data.reshape(n, -1), info.quant, (n, k))
+        packed = PackedMatrix(rows, info.quant, (n, k))
         rows_only = info.name == "token_embd.weight" and not self._config.tied_embeddings
         return packed.dense() if self._resident and not rows_only else packed
 
@@ -117,13 +117,17 @@ class NumpyRunner:
         self._n_logprobs = n_logprobs
         self._n_drawn = 0
 
-    def sample(self) -> None:
-        self._pending.append(None)
+    def sample(self, mask: np.ndarray | None = None) -> None:
+        self._pending.append(lambda: self._draw(mask))
 
-    def step(self, position: int) -> None:
+    def feed(self, position: int) -> None:
         if not 0 <= position < self.n_ctx:
             raise ContextFullError(position + 1, self.n_ctx)
-        self._pending.append(position)
+        self._pending.append(lambda: self.forward([self._history[-1]], position, 1))
+
+    def step(self, position: int) -> None:
+        self.feed(position)
+        self.sample()
 
     def read(self) -> Token:
         while not self._drawn:
@@ -147,26 +151,22 @@ class NumpyRunner:
             self._compute_next()
 
     def _compute_next(self) -> None:
-        """Forward (for a step) and draw; an error drops everything that waits."""
-        position = self._pending.popleft()
+        """The oldest forward or draw; an error drops everything that waits."""
+        work = self._pending.popleft()
         try:
-            if position is not None:
-                self.forward([self._history[-1]], position, 1)
-            token = self._draw()
+            work()
         except BaseException:
             self._pending.clear()
             raise
-        self._history.append(token.id)
-        self._n_drawn += 1
-        self._drawn.append(token)
 
-    def _draw(self) -> Token:
+    def _draw(self, mask: np.ndarray | None) -> None:
         logits = self._logits[-1]
         u = 0.0 if self._params.greedy else uniform(self._seed, self._n_drawn)
-        token = sample(logits, self._params, self._history, self._exempt, u)
-        if not self._n_logprobs:
-            return Token(token)
-        return Token(token, *top_logprobs(logits, token, self._n_logprobs))
+        token = sample(logits, self._params, self._history, self._exempt, u, mask)
+        n = self._n_logprobs
+        self._drawn.append(Token(token, *(top_logprobs(logits, token, n) if n else ())))
+        self._history.append(token)
+        self._n_drawn += 1
 
 
 def resident_bytes(file: GGUFFile) -> int:
