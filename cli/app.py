@@ -10,10 +10,12 @@ import typer
 from typer.core import TyperGroup
 
 from minfer_cuda.errors import MinferError
+from minfer_cuda.printable import printable
 
 from .terminal import styled
 
 INTERRUPTED = 130  # 128 + SIGINT
+LONGEST = 2000  # characters of an error
 
 
 class Boundary(TyperGroup):
@@ -60,20 +62,22 @@ def tracebacks_wanted() -> bool:
     return os.environ.get("MINFER_TRACEBACK", "") not in ("", "0")
 
 
-def one_line(e: BaseException) -> str:
-    """The message without line breaks and without bytes that drive a terminal."""
-    text = " ".join(str(e).split())
-    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+def one_line(e: BaseException | str) -> str:
+    """The message in one line, without what drives a terminal or fills it."""
+    text = printable(" ".join(str(e).split()))
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
-def say(text: str) -> None:
-    """Print a notice on stderr: stdout has the answer and nothing else."""
-    print(text, file=sys.stderr, flush=True)
+def say(text: str, style: str = "") -> None:
+    """Print a notice on stderr: stdout has the answer and nothing else. What is not printable is
+    shown as its escape; `style` is one of the terminal's."""
+    shown = "\n".join(map(printable, text.split("\n")))
+    print(styled(shown, style, sys.stderr) if style else shown, file=sys.stderr, flush=True)
 
 
 def complain(text: str) -> None:
     """Print an error on stderr, red where there are colours."""
-    say(styled(text, "red", sys.stderr))
+    say(text, "red")
 
 
 def hush_stdout() -> None:

@@ -16,7 +16,7 @@ from .answer import Events, Printer, emit, stream
 from .app import say
 from .files import read_text
 from .model import Sampling, Settings, closing_line, draws_at_random, open_model
-from .terminal import styled
+from .terminal import harmless
 from .thinking import begins_in_thought
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ def generate(
         finally:
             if completion.tokens:
                 closing = closing_line(completion, draws_at_random(params))
-                say(styled(closing, "dim", sys.stderr))
+                say(closing, "dim")
 
 
 def echo_prompt(request: Request, ids: list[int], as_json: bool) -> None:
@@ -187,7 +187,7 @@ def echo_prompt(request: Request, ids: list[int], as_json: bool) -> None:
         emit("prompt", text=request.prompt, ids=ids)
     else:
         continued = request.raw or request.suffix is not None
-        print(request.prompt, end="" if continued else "\n", flush=True)
+        print(harmless(request.prompt, sys.stdout), end="" if continued else "\n", flush=True)
 
 
 def read_grammar(schema: str | None, file: Path | None, pattern: str | None) -> Grammar | None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from .app import say
+from .app import one_line, say
 from .store import local_path
 from .terminal import is_smart
 
@@ -98,8 +98,8 @@ def draws_at_random(params: SamplingParams) -> bool:
 
 
 def notice(text: str) -> None:
-    """Something the user should hear, on stderr."""
-    say(f"note: {text}")
+    """Something the user should hear, on stderr; it may quote the model file."""
+    say(f"note: {one_line(text)}")
 
 
 def _show_progress(done: int, total: int) -> None:

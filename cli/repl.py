@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,7 +21,6 @@ from .answer import Printer, stream
 from .app import complain, one_line, say
 from .entries import Entry
 from .model import closing_line, draws_at_random
-from .terminal import styled
 from .thinking import begins_in_thought
 
 if TYPE_CHECKING:
@@ -131,7 +129,7 @@ class Repl:
 
     def note(self, text: str) -> None:
         """Say something about the chat."""
-        say(styled(text, "dim", sys.stderr))
+        say(text, "dim")
 
     def reply(self, ids: list[int]) -> None:
         """Generate for a prompt, print, keep. An interrupt keeps what was said until then."""

@@ -13,9 +13,10 @@ from typing import Annotated
 import typer
 
 from minfer_cuda.errors import StoreError, UsageError
+from minfer_cuda.printable import printable
 
 from .app import say
-from .terminal import is_smart
+from .terminal import harmless, is_smart
 
 BAR = 20  # characters
 REDRAW_S = 0.1  # at most this often
@@ -40,7 +41,7 @@ def pull(
     with progress() as show:
         model = hubs.pull(reference, show)
     say(f"{model.name}: {size_text(model.size)}")
-    print(model.paths[0])
+    print(harmless(str(model.paths[0]), sys.stdout))
 
 
 def list_models(
@@ -59,7 +60,7 @@ def list_models(
         print(json.dumps(row))
     if not as_json and models:
         rows = [("NAME", "SIZE", "SOURCE")]
-        rows += [(m.name, size_text(m.size), m.source) for m in models]
+        rows += [(printable(m.name), size_text(m.size), printable(m.source)) for m in models]
         width = max(len(name) for name, _, _ in rows)
         print("\n".join(f"{name:<{width}}  {size:>9}  {source}" for name, size, source in rows))
     if not models:

@@ -14,7 +14,7 @@ from typing import TextIO
 
 STYLES = {"dim": "2", "bold": "1", "red": "31", "green": "32", "yellow": "33"}
 INTERVAL_S = 0.1  # of the spinner
-CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")  # all but tab and line breaks
+CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")  # all but tab, line ends
 
 
 @contextmanager
@@ -62,8 +62,15 @@ def styled(text: str, style: str, stream: TextIO) -> str:
 
 
 def harmless(text: str, stream: TextIO) -> str:
-    """`text` without what would drive a terminal, if `stream` is one: models may say anything."""
-    return CONTROL.sub("\ufffd", text) if stream.isatty() else text
+    """`text` with pictures of the characters that would drive a terminal, if `stream` is one:
+    models and their files may say anything. A pipe gets it as it is."""
+    return CONTROL.sub(lambda match: picture(match[0]), text) if stream.isatty() else text
+
+
+def picture(control: str) -> str:
+    """Unicode's picture of a control character; it has none of those above 0x7F."""
+    code = ord(control)
+    return chr(0x2400 + code) if code < 0x20 else "\u2421" if code == 0x7F else "\ufffd"
 
 
 def frames(stream: TextIO) -> str:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from minfer_cuda.printable import printable
+
 from . import options
 from .generate import read_prompt
 from .store import local_path
+from .terminal import harmless
 
 if TYPE_CHECKING:
     from minfer_cuda.tokenizer import Tokenizer
@@ -89,7 +93,7 @@ def template(
     for sentence in rendering.notices:
         notice(sentence)
     if source:
-        print(rendering.source)
+        print(harmless(rendering.source, sys.stdout))
         return
     messages: Sequence[dict[str, Any]] = [{"role": "user", "content": prompt}]
     if session is not None:
@@ -100,21 +104,22 @@ def template(
     if ids_only:
         print(json.dumps(ids))
     else:
-        print(rendering.render(messages), table(ids, tokenizer), sep="\n\n")
+        text = harmless(rendering.render(messages), sys.stdout)
+        print(text, table(ids, tokenizer), sep="\n\n")
 
 
 def table(ids: Sequence[int], tokenizer: Tokenizer) -> str:
-    """One token a line: its id and its text, quoted as in JSON; bytes of an unfinished character
-    in hexadecimal."""
+    """One token a line: its id and its text, quoted as in JSON, what is not printable as its
+    escape; bytes of an unfinished character in hexadecimal."""
     return "\n".join(f"{token:>7}  {spelling(token, tokenizer)}" for token in ids)
 
 
 def spelling(token: int, tokenizer: Tokenizer) -> str:
     """A token's text in quotes, with a mark where it is a control token."""
     if tokenizer.is_control(token):
-        return f"{tokenizer.token_text(token)} (control)"
+        return f"{printable(tokenizer.token_text(token))} (control)"
     data = tokenizer.token_bytes(token)
     try:
-        return json.dumps(data.decode("utf-8"), ensure_ascii=False)
+        return printable(json.dumps(data.decode("utf-8"), ensure_ascii=False))
     except UnicodeDecodeError:
         return f"bytes {data.hex(' ')}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from minfer_cuda.errors import ModelFileError, UnsupportedModelError, UsageError
-from minfer_cuda.printable import shown
+from minfer_cuda.printable import printable, shown
 
 if TYPE_CHECKING:
     from minfer_cuda.gguf import GGUFFile
@@ -38,7 +38,7 @@ class RopeScaling:
 class Qwen2Config:
     """Sizes in elements. The letters are those of ARCHITECTURE.md."""
 
-    name: str
+    name: str  # every character of it printable
     n_layers: int  # L
     d_model: int  # D
     d_ffn: int  # F
@@ -88,7 +88,7 @@ class Qwen2Config:
             raise keys.wrong(f"{n_heads} heads are not a multiple of {n_kv_heads} kv heads")
         name = file.metadata.get("general.name")
         config = cls(
-            name=name if isinstance(name, str) and name else file.path.stem,
+            name=printable(name if isinstance(name, str) and name else file.path.stem),
             n_layers=keys.size("block_count"),
             d_model=d_model,
             d_ffn=keys.size("feed_forward_length"),

@@ -74,7 +74,7 @@ def _model(config: Qwen2Config) -> str:
     yarn = f", YaRN x{scaling.factor:g} of {scaling.original_context}" if scaling else ""
     return _rows(
         [
-            ("name", printable(config.name)),
+            ("name", config.name),
             ("layers", str(config.n_layers)),
             ("hidden, ffn", f"{config.d_model}, {config.d_ffn}"),
             ("heads", f"{config.n_heads} of {config.head_dim}, {config.n_kv_heads} for keys"),

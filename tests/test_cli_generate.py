@@ -208,7 +208,7 @@ def test_an_answer_does_not_drive_the_terminal(monkeypatch):
     evil = "a\x1b]0;title\x07\u009b2J\tb\n"
     assert Printer().push(evil) == evil  # a pipe or a file gets what the model said
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    assert Printer().push(evil) == "a\ufffd]0;title\ufffd\ufffd2J\tb\n"
+    assert Printer().push(evil) == "a\u241b]0;title\u2407\ufffd2J\tb\n"
 
 
 def test_the_spinner_is_of_characters_that_the_terminal_has():
