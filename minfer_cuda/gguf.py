@@ -1,23 +1,28 @@
-"""GGUF files (versions 2 and 3, whole or split), read through a memory map.
+"""GGUF files (versions 2 and 3, whole or split).
 
 A model file is untrusted: gguf_header.py bounds what is read, and here every tensor must be
 aligned, lie inside its file and apart from the others before anyone sees it.
+
+Files are read, not mapped: a page of a mapped file that someone has cut or overwritten kills the
+process (SIGBUS) or is another model's, whenever it is touched; a read that finds the file changed
+is a ModelFileError. Whoever wants little memory reads few rows at a time.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import re
 import stat
+import threading
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 
 from minfer_cuda.errors import ModelFileError
-from minfer_cuda.gguf_header import HeaderReader, Value
+from minfer_cuda.gguf_header import HeaderReader, Value, header_bytes
 from minfer_cuda.printable import shown
 from minfer_cuda.quants import QuantType
 
@@ -50,11 +55,15 @@ class TensorInfo:
     def row_bytes(self) -> int:
         return self.shape[-1] // self.quant.block_size * self.quant.block_bytes
 
+    @property
+    def n_rows(self) -> int:
+        return self.nbytes // self.row_bytes
+
 
 class GGUFFile:
     """An open model: metadata, tensor table, and the tensors' bytes.
 
-    Use it as a context manager. Arrays from `data` stay valid after `close`.
+    Use it as a context manager; nothing can be read after `close`.
     """
 
     def __init__(self, parts: list[_Part]):
@@ -96,15 +105,26 @@ class GGUFFile:
         return len(self._parts)
 
     def data(self, name: str) -> np.ndarray:
-        """The bytes of a tensor: a read-only uint8 (nbytes) view of the mapped file.
+        """The bytes of a tensor, read now: uint8 (nbytes). Raises as `rows` does."""
+        return self.rows(name, 0, self._info(name).n_rows).reshape(-1)
 
-        Raises ModelFileError where the file has no such tensor, or was cut or written to since it
-        was opened (reading a mapped page behind the end of a file kills the process).
+    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """The bytes of rows start..stop of a tensor, read now: uint8 (stop - start, row bytes).
+
+        Raises ModelFileError where the file has no such tensor, was closed, or was cut or written
+        to since it was opened. From any thread.
         """
+        info = self._info(name)
+        offset = info.offset + start * info.row_bytes
+        out = np.empty((stop - start, info.row_bytes), np.uint8)
+        self._parts[info.part].read(offset, memoryview(out.reshape(-1)))
+        return out
+
+    def _info(self, name: str) -> TensorInfo:
         info = self.tensors.get(name)
         if info is None:
             raise ModelFileError(f"{self.path}: there is no tensor {name}")
-        return self._parts[info.part].view(info)
+        return info
 
     def close(self) -> None:
         for part in self._parts:
@@ -123,15 +143,21 @@ class GGUFFile:
 
 
 class _Part:
-    """One file: header parsed, contents mapped."""
+    """One file: header parsed, contents read when asked for."""
 
     def __init__(self, path: Path, index: int):
         self.path = path
         self.index = index
-        self._fd, self.size, self._changed = _open_file(path)
+        self._file = _open_file(path)
+        self._lock = threading.Lock()  # of the file's position
         try:
-            self._map: mmap.mmap | None = mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ)
-            reader = HeaderReader(self._map, self.size, path)
+            opened = os.fstat(self._file.fileno())
+            self.size, self._changed = opened.st_size, opened.st_mtime_ns
+            if self.size == 0:
+                raise ModelFileError(f"{path} is empty: download it again")
+            header = bytearray(header_bytes(self.size))
+            self.read(0, memoryview(header))
+            reader = HeaderReader(header, self.size, path)
             n_tensors, n_values = reader.header()
             self.metadata = reader.metadata(n_values)
             self.tensors = self._tensors(reader, n_tensors)
@@ -175,40 +201,42 @@ class _Part:
             if before.offset + before.nbytes > after.offset:
                 raise ModelFileError(f"{self.path}: tensors {before.name} and {after.name} overlap")
 
-    def view(self, info: TensorInfo) -> np.ndarray:
-        if self._map is None:
-            raise ModelFileError(f"{self.path} has been closed")
-        now = os.fstat(self._fd)
-        if now.st_size < info.offset + info.nbytes or now.st_mtime_ns != self._changed:
+    def read(self, offset: int, into: memoryview) -> None:
+        """Fill `into` with what the file had there when it was opened. Raises ModelFileError."""
+        done, got = 0, 1
+        with self._lock:
+            if self._file.closed:
+                raise ModelFileError(f"{self.path} has been closed")
+            try:
+                self._file.seek(offset)
+                while done < len(into) and got:
+                    got = self._file.readinto(into[done:])
+                    done += got
+            except OSError as error:
+                raise ModelFileError(f"{self.path} cannot be read: {error.strerror}") from error
+            now = os.fstat(self._file.fileno())  # after the read: nothing older can be in it
+        if done < len(into) or now.st_size < self.size or now.st_mtime_ns != self._changed:
             raise ModelFileError(
                 f"{self.path} was changed while open: {self.size} bytes then, {now.st_size} now: "
                 f"start again"
             )
-        return np.frombuffer(self._map, np.uint8, info.nbytes, info.offset)
 
     def close(self) -> None:
-        """Idempotent. The mapping itself goes when the last array that views it goes."""
-        self._map = None
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        """Idempotent."""
+        with self._lock:
+            self._file.close()
 
 
-def _open_file(path: Path) -> tuple[int, int, int]:
-    """Descriptor, size and time of the last change of a regular file."""
+def _open_file(path: Path) -> FileIO:
+    """A regular file."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # before open, which waits on a pipe
             raise ModelFileError(f"{path} is not a regular file: name a .gguf file")
-        fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        return FileIO(path)
     except FileNotFoundError:
         raise ModelFileError(f"{path} does not exist") from None
     except (OSError, ValueError) as error:
         raise ModelFileError(f"{path} cannot be opened: {error}") from error
-    now = os.fstat(fd)
-    if now.st_size == 0:
-        os.close(fd)
-        raise ModelFileError(f"{path} is empty: download it again")
-    return fd, now.st_size, now.st_mtime_ns
 
 
 def _is_int(value: Value) -> bool:

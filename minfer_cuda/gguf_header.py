@@ -9,7 +9,6 @@ ten times its bytes, half a GiB in all. Format: the GGUF specification of the gg
 from __future__ import annotations
 
 import math
-import mmap
 import struct
 from pathlib import Path
 from typing import Any
@@ -45,12 +44,18 @@ _STRING, _ARRAY = 8, 9
 _MIN_VALUE_BYTES = {_STRING: 8, _ARRAY: 12}
 
 
+def header_bytes(size: int) -> int:
+    """How much of a file of so many bytes may be its header."""
+    return min(size, MAX_HEADER_BYTES)
+
+
 class HeaderReader:
     """A position in a header, and reads that cannot leave it. Raises ModelFileError."""
 
-    def __init__(self, buffer: mmap.mmap, size: int, path: Path):
+    def __init__(self, buffer: bytearray, size: int, path: Path):
+        """`buffer`: the first `header_bytes(size)` of a file of `size` bytes."""
         self.buffer = buffer
-        self.end = min(size, MAX_HEADER_BYTES)
+        self.end = len(buffer)
         self.size = size
         self.path = path
         self.pos = 0

@@ -112,11 +112,11 @@ def check(file: GGUFFile) -> list[str]:
 def _not_finite(file: GGUFFile, info: TensorInfo) -> str | None:
     if info.quant.unpack is None:
         return None
-    rows = file.data(info.name).reshape(-1, info.row_bytes)
     step = max(1, CHECK_BYTES // info.row_bytes)
     bad, first = 0, None
-    for start in range(0, len(rows), step):
-        values = info.quant.dequantize(rows[start : start + step])
+    for start in range(0, info.n_rows, step):
+        stop = min(start + step, info.n_rows)
+        values = info.quant.dequantize(file.rows(info.name, start, stop))
         finite = np.isfinite(values)
         if finite.all():
             continue

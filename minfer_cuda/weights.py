@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -15,7 +16,8 @@ from minfer_cuda.ops import LayerWeights, ModelWeights
 from minfer_cuda.quants import QUANT_TYPES
 
 W = TypeVar("W")
-Upload = Callable[[TensorInfo, np.ndarray], W]
+Rows = Callable[[int, int], np.ndarray]  # reads rows start..stop as the file has them: uint8
+Upload = Callable[[TensorInfo, Rows], W]
 Progress = Callable[[int, int], None]
 Shape = tuple[int, ...]
 
@@ -64,8 +66,9 @@ def load_weights(
 ) -> ModelWeights:
     """Upload every tensor of the model once and name the results.
 
-    upload    (info, uint8 (nbytes) view of the file) -> the backend's weight. Matrices come in the
-              file's own type; norms and biases always as float32 (info says F32).
+    upload    (info, rows) -> the backend's weight; rows(start, stop) reads from the file, now or
+              later. Matrices come in the file's own type; norms and biases always as one row of
+              float32 (info says F32).
     cuda      refuse, before any upload, types that have no kernels
     progress  called with (bytes done, bytes in all) after each tensor
     notice    called with a sentence about each tensor that the model does not use
@@ -83,15 +86,19 @@ def load_weights(
     loaded: dict[str, W] = {}
     done = 0
     for info in wanted:
-        data = file.data(info.name)
         done += info.nbytes
-        if len(info.shape) == 1 and info.quant is not _F32:
-            data = info.quant.dequantize(data).view(np.uint8)
-            info = replace(info, quant=_F32, nbytes=data.nbytes)
-        loaded[info.name] = upload(info, data)
+        loaded[info.name] = upload(*_readable(file, info))
         if progress:
             progress(done, total)
     return _named(config, loaded)
+
+
+def _readable(file: GGUFFile, info: TensorInfo) -> tuple[TensorInfo, Rows]:
+    """A tensor and how to read it; a vector of another type as float32."""
+    if len(info.shape) > 1 or info.quant is _F32:
+        return info, partial(file.rows, info.name)
+    floats = info.quant.dequantize(file.data(info.name)).view(np.uint8).reshape(1, -1)
+    return replace(info, quant=_F32, nbytes=floats.nbytes), lambda start, stop: floats[start:stop]
 
 
 def _named(config: Qwen2Config, loaded: dict[str, W]) -> ModelWeights:

@@ -13,7 +13,7 @@ from minfer_cuda.config import Qwen2Config
 from minfer_cuda.errors import ModelFileError, UnsupportedModelError
 from minfer_cuda.gguf import GGUFFile, TensorInfo
 from minfer_cuda.ops import ModelWeights
-from minfer_cuda.weights import load_weights
+from minfer_cuda.weights import Rows, load_weights
 
 SMALL = {"layers": 2, "d": 256, "heads": 4, "kv_heads": 2, "ffn": 256}
 
@@ -23,8 +23,9 @@ def load(path: Path, **options: Any) -> tuple[ModelWeights, list[TensorInfo]]:
     keyword = {k: options.pop(k) for k in ("cuda", "progress", "notice") if k in options}
     uploaded: list[TensorInfo] = []
 
-    def upload(info: TensorInfo, data: np.ndarray) -> np.ndarray:
-        assert data.dtype == np.uint8 and data.shape == (info.nbytes,)
+    def upload(info: TensorInfo, rows: Rows) -> np.ndarray:
+        data = rows(0, info.n_rows)
+        assert data.dtype == np.uint8 and data.nbytes == info.nbytes
         uploaded.append(info)
         return info.quant.dequantize(data).reshape(info.shape)
 
@@ -79,10 +80,10 @@ def test_vectors_arrive_as_float32_whatever_their_type(tmp_path: Path) -> None:
     values = np.linspace(-2, 2, 256).astype(np.float16)
     with GGUFFile.open(_with_half_norm(tmp_path / "x.gguf", values)) as file:
         assert file.tensors["output_norm.weight"].type_name == "F16"
-        weights = load_weights(file, Qwen2Config.from_gguf(file), lambda info, data: (info, data))
-    info, data = weights.output_norm
+        weights = load_weights(file, Qwen2Config.from_gguf(file), lambda *given: given)
+    info, rows = weights.output_norm
     assert (info.type_name, info.nbytes) == ("F32", 1024)
-    np.testing.assert_array_equal(data.view(np.float32), values.astype(np.float32))
+    np.testing.assert_array_equal(rows(0, 1)[0].view(np.float32), values.astype(np.float32))
 
 
 def _with_half_norm(path: Path, values: np.ndarray) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -25,15 +25,19 @@ _threads = ThreadPoolExecutor(os.cpu_count() or 1, "minfer-dequantize")
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """A weight (N, K) that stays as the file's bytes and is dequantised row by row at use."""
+    """A weight (N, K) that stays in the file and is read and dequantised row by row at use."""
 
-    data: np.ndarray  # uint8 (N, row bytes), usually a view of the mapped file
+    read: Callable[[int, int], np.ndarray]  # rows start..stop: uint8 (stop - start, row bytes)
     type: QuantType
     shape: tuple[int, int]
 
     def rows(self, start: int, stop: int, out: np.ndarray | None = None) -> np.ndarray:
         """Rows start..stop as float32 (stop - start, K)."""
-        return self.type.dequantize(self.data[start:stop], out)
+        return self.type.dequantize(self.read(start, stop), out)
+
+    def gather(self, indices: np.ndarray) -> np.ndarray:
+        """Single rows as float32 (len(indices), K)."""
+        return self.type.dequantize(np.concatenate([self.read(i, i + 1) for i in indices.tolist()]))
 
     def ranges(self) -> list[tuple[int, int]]:
         """Row ranges of about BLOCK_VALUES values that cover the matrix."""
@@ -101,7 +105,7 @@ class NumpyOps:
     def embed(self, table: Matrix) -> np.ndarray:
         tokens = self.step.tokens
         if isinstance(table, PackedMatrix):
-            return table.type.dequantize(table.data[tokens])
+            return table.gather(tokens)
         rows: np.ndarray = table[tokens]
         return rows
 
