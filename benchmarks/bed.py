@@ -86,11 +86,12 @@ class _DryDevice:
         self.sm_count, self.shared_limit, self.arch = (
             device.sm_count, device.shared_limit, device.arch,
         )  # fmt: skip
+        self.cluster_limit = 1
         self.launched: set[tuple[str, str]] = set()
 
     def kernel(self, stem: str, name: str) -> Callable[..., None]:
         self.launched.add((stem, name))
-        return lambda *arguments, shared=0: None
+        return lambda *arguments, shared=0, cluster=1: None
 
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
         return np.empty(shape, dtype).view(_Unbacked)  # pages are never touched

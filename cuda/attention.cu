@@ -5,7 +5,8 @@
 //   position  int32 in device memory: the position of token 0; token t sees keys 0..*position + t
 //   out       (T, H*E) float; qs (T, Kp), ds (T, Kp/32): the same in layout 1; h (T, Kp), hs (T): as
 //             f16 activations with scale 1, exact enough for means of f16 values; null: not written
-//   partials  per (row tile, kv head, split): ROWS x E float sums, behind all of them ROWS x {m, l}
+//   partials  attention: per (row tile, kv head, split) 64 x E float sums, behind all of them 64 x {m, l};
+//             attention_decode: per (row tile, kv head) 16 boxes, where there are no clusters
 //   arrivals  int per (row tile, kv head), zero before and after every launch
 // Query head h reads kv head h / R, R = H/G. The rows of a tile are the (token, head of the group)
 // pairs of one kv head: row r is token r / R, head r % R of the group, so keys and values are read
@@ -15,8 +16,11 @@
 //         attention_decode: block = 32 * WARPS, each warp streams tiles of 16 keys of its own through
 //         its own ring, without a barrier; the warps' sums meet once, at the end.
 // Splits  of a row tile take equal runs of keys (kernels/attention.py); how many of them have work
-//         follows from *position alone, the others leave. One: it writes the result. More: the last
-//         to arrive adds the partials in split order, so no bit depends on timing.
+//         follows from *position alone. One: it writes the result. More: attention's leave partials, and
+//         the last to arrive adds them up in split order, so no bit depends on timing. The up to 16 of
+//         attention_decode are a cluster (sm_90): each merges a sixteenth of the result, half a row,
+//         from what the others write into its shared memory. Without clusters they write the same to
+//         global memory, and the last to arrive merges all, to the same bits.
 // Early   A decode block stages its first tiles before the wait of dependent launch, from the position
 //         as it reads it then; after the wait it stages the tile of the new keys again, and all of them
 //         if the position has moved. Keys of earlier steps are sure to be there: each kernel here starts
@@ -27,17 +31,18 @@
 // Bytes   decode 2*G*E*sizeof(KV) per position: 7B at 16,384 33.6 MB -> 7.8 us a layer at 4.3 TB/s
 //         (H200), 0.5B 8.4 MB -> 1.95 us. Prefill 4*T*S*H*E operations, half of them masked: 7B,
 //         2,048 tokens 30 GFLOP a layer -> 49 us at 608 TFLOP/s.
-// Time    what a layer of a decode step takes longer at depth 4,096 and 16,384 than near 0, where it is
-//         3.4 us (0.5B) and 4.2 us (7B) with the launch: 0.5B 3.7 and 5.8 us, 7B 4.7 and 11.4 us (H200,
-//         2026-11-30). Predicted 1.5 and 2.5, 2 and 6.5: a round of 128 keys 0.25; where there are splits
-//         1.4 for fence, counter and reading back, and the partials at about 110 KB/us.
-// Registers  sm_90: attention E 64 168, E 128 215, f32 cache 167, 249; attention_decode 8 warps 124,
-//         4 warps 124, 132, f32 cache 156, 213. No spills from sm_75 to sm_120. 8 warps of 128 registers
-//         and 67 or 132 KB leave room on an SM of sm_90 for a block of the product before or after.
-// Shared  attention 32, 64 KB; attention_decode 8 warps 67, 132 KB where a card has that much, 4 warps 34,
-//         35 KB: at most what sm_75 has.
+// Time    what a layer of a decode step took longer at depth 4,096 and 16,384 than near 0, where it is
+//         3.4 us (0.5B) and 4.2 us (7B) with the launch, with splits merged through global memory: 0.5B
+//         3.7 and 5.8 us, 7B 4.7 and 11.4 us (H200, 2026-11-30). Of these, fence, counter and reading
+//         back 2 us. Predicted through clusters: 1.0 and 2.5, 1.5 and 7.
+// Registers  sm_90: attention E 64 168, E 128 215, f32 cache 167, 249; attention_decode 8 warps 96, 117,
+//         4 warps 96, 132, f32 cache 144, 222. No spills from sm_75 to sm_120. 8 warps of 128 registers
+//         and 69 or 137 KB leave room on an SM of sm_90 for a block of the product before or after.
+// Shared  attention 32, 64 KB; attention_decode 8 warps 69, 137 KB where a card has that much, 4 warps 36,
+//         39 KB: at most what sm_75 has.
 #include "attention.cuh"
 #include "attention_decode.cuh"
+#include "cluster.cuh"
 #include "q8.cuh"
 #include "quants_f16.cuh"
 
@@ -45,6 +50,19 @@ struct AttentionShape {
     int tokens, heads, kv_heads, context;  // T, H, G, S
     int alone_keys;                        // up to so many keys one split takes all,
     int min_keys;                          // else each at least so many
+};
+
+// The 8 rows of a decode's tile are merged in 16 slices, each half a row. A box has what the splits say
+// of a slice: kValues sums of each, then {m, l} of each.
+constexpr int kSplits = 16;  // most, and slices: a cluster has a block for each
+template <int E>
+struct Box {
+    static constexpr int kValues = kHeads * E / kSplits;
+    static constexpr int kFloats = kSplits * (kValues + 2);
+    float* at;
+
+    __device__ float4* sums(int split) const { return reinterpret_cast<float4*>(at + split * kValues); }
+    __device__ float2* stats() const { return reinterpret_cast<float2*>(at + kSplits * kValues); }
 };
 
 // The prefill's block: 64 rows, 16 a warp, over key tiles that all warps share.
@@ -67,10 +85,11 @@ struct Decode {
     static constexpr int kTile = 2 * kWarpKeys * E;               // halves: keys, values
     static constexpr int kTurn = kWarpKeys * kRows;               // of a warp: its weights
     static constexpr int kTurns = WARPS * kDepth * kTile, kQueries = kTurns + WARPS * kTurn;
-    static constexpr int kSharedBytes = (kQueries + kRows * E) * 2;
+    static constexpr int kBox = kQueries + kRows * E;
+    static constexpr int kSharedBytes = kBox * 2 + Box<E>::kFloats * 4;
 };
 
-constexpr int kMaxSplits = 128;
+constexpr int kMaxSplits = 128;  // of a prefill
 
 template <int E, class Tile>
 struct Sums {
@@ -302,6 +321,98 @@ __device__ inline void finish(const Rows& rows, int slot, int active, const Plac
         merge_splits<E, Tile>(part_sums, part_stats, active, place, output);
 }
 
+// What a slice of a decode's result is added up from: `count` sources, at most 16, in their order.
+struct Sources {
+    const float* sums;  // of the first, `stride` before the next's
+    const float2* stats;
+    int stride, stats_stride, count;
+};
+
+// One warp.
+template <int E>
+__device__ inline void merge_slice(const Sources& from, int slice, const Place& place,
+                                   const Output& output) {
+    constexpr int kUnits = Box<E>::kValues / 4, kParts = kWarp / kUnits;
+    const int lane = threadIdx.x % kWarp, unit = lane % kUnits, part = lane / kUnits;
+    float4 x[kSplits / kParts];
+#pragma unroll
+    for (int n = 0; n < kSplits / kParts; ++n)
+        x[n] = reinterpret_cast<const float4*>(
+            from.sums + min(n * kParts + part, from.count - 1) * from.stride)[unit];
+    const float2 stat = lane < from.count ? from.stats[lane * from.stats_stride]
+                                          : make_float2(minus_infinity(), 0.0f);
+    const float own = exp2_fast(stat.x - warp_max(stat.x));
+    const float weight = own / warp_sum(stat.y * own);
+    float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+    for (int n = 0; n < kSplits / kParts; ++n) {
+        const float by = __shfl_sync(kFull, weight, n * kParts + part);  // 0 from `count` on
+        v = make_float4(fmaf(x[n].x, by, v.x), fmaf(x[n].y, by, v.y), fmaf(x[n].z, by, v.z),
+                        fmaf(x[n].w, by, v.w));
+    }
+#pragma unroll
+    for (int m = kUnits; m < kWarp; m <<= 1) {
+        v.x += __shfl_xor_sync(kFull, v.x, m);
+        v.y += __shfl_xor_sync(kFull, v.y, m);
+        v.z += __shfl_xor_sync(kFull, v.z, m);
+        v.w += __shfl_xor_sync(kFull, v.w, m);
+    }
+    emit<E>(output, place, slice / 2, slice % 2 * Box<E>::kValues + unit * 4, v, part == 0);
+}
+
+// The same of a decode. One split: slices are added up from its warps' sums. More: each block's sums go
+// into the slices' boxes. In a cluster a box lies in the block that merges the slice, each its own;
+// else in global memory, and the last block to arrive merges all.
+template <int E, class Tile>
+__device__ inline void finish_decode(const Columns<E>& columns, int active, const Place& place,
+                                     const Output& output, const Scratch& scratch, bool clustered) {
+    constexpr int kValues = Box<E>::kValues, kBox = Box<E>::kFloats;
+    static_assert((Sums<E, Tile>::kStats + Tile::kSlots * Tile::kRows * 2) * 4 <= Tile::kBox * 2, "");
+    float* sums = reinterpret_cast<float*>(shared_bytes());
+    float2* stats = reinterpret_cast<float2*>(sums + Sums<E, Tile>::kStats);
+    const int warp = threadIdx.x / kWarp;
+    __syncthreads();  // the ring is free
+    store_rows(columns, sums + warp * Tile::kRows * Tile::kStride, stats + warp * Tile::kRows,
+               Tile::kStride);
+    __syncthreads();
+    int slice = warp, step = Tile::kSlots;
+    float* boxes = reinterpret_cast<float*>(shared_bytes() + Tile::kBox * 2);
+    if (active > 1) {
+        const int tile_id = blockIdx.y * gridDim.x + blockIdx.x;
+        if (clustered)
+            cluster_wait();  // all have begun
+        else
+            boxes = scratch.partials + static_cast<int64_t>(tile_id) * kSplits * kBox;
+        for (int i = threadIdx.x; i < place.rows * (E / 4); i += Tile::kThreads) {
+            float2 stat;
+            const float4 sum =
+                combine_warps<E, Tile>(sums, stats, i / (E / 4), i % (E / 4) * 4, &stat);
+            const int to = i / (kValues / 4), unit = i % (kValues / 4);
+            const Box<E> box = {clustered ? cluster_peer(boxes, to) : boxes + to * kBox};
+            box.sums(blockIdx.z)[unit] = sum;
+            if (unit == 0) box.stats()[blockIdx.z] = stat;
+        }
+        if (clustered) {
+            cluster_arrive();
+            cluster_wait();
+            slice = blockIdx.z + warp * kSplits;  // its own, by the first warp
+            step = kSplits * Tile::kSlots;
+            boxes -= blockIdx.z * kBox;
+        } else if (!arrive_last(scratch.arrivals + tile_id, active)) {
+            return;
+        }
+    }
+    for (; slice < 2 * place.rows; slice += step) {
+        Sources from = {sums + slice / 2 * Tile::kStride + slice % 2 * kValues, stats + slice / 2,
+                        Tile::kRows * Tile::kStride, Tile::kRows, Tile::kSlots};
+        if (active > 1) {
+            const Box<E> box = {boxes + slice * kBox};
+            from = {reinterpret_cast<const float*>(box.sums(0)), box.stats(), kValues, 1, active};
+        }
+        merge_slice<E>(from, slice, place, output);
+    }
+}
+
 // Keys and values of a tile into its stage: keys first, then values.
 template <typename KV, int E>
 __device__ inline void stage(__half* to, const KV* k, const KV* v, int tile, const Work& work,
@@ -401,6 +512,8 @@ __global__ void __launch_bounds__(WARPS * kWarp, 2)
         if (kEarly) ring.add(work, n);
         copy_async_commit();
     }
+    const bool clustered = cluster_size() > 1;
+    if (clustered) cluster_arrive_relaxed();
     const SharedQueries<E, Tile::kThreads> queries(place);
     pdl_wait();
     pdl_trigger();
@@ -420,7 +533,7 @@ __global__ void __launch_bounds__(WARPS * kWarp, 2)
         position = known;
         work = find_work<kWarpKeys>(shape, place, position);
     }
-    if (work.begin >= work.end) return;
+    if (work.begin >= work.end && (work.active == 1 || !clustered)) return;
     __syncthreads();
 
     Columns<E> columns;
@@ -443,6 +556,6 @@ __global__ void __launch_bounds__(WARPS * kWarp, 2)
         ring.add(work, n + Tile::kDepth);
         copy_async_commit();
     }
-    finish<E, Tile>(columns, warp * Tile::kRows, work.active, place, Output{out, qs, ds, h, hs},
-                    Scratch{partials, arrivals});
+    finish_decode<E, Tile>(columns, work.active, place, Output{out, qs, ds, h, hs},
+                           Scratch{partials, arrivals}, clustered);
 }

@@ -13,7 +13,15 @@ from devices import simt_device
 
 from minfer_cuda.errors import KernelError
 from minfer_cuda.kernels import Device
-from minfer_cuda.kernels.attention import MAX_SPLITS, Plan, attention, instances, plan, scratch
+from minfer_cuda.kernels.attention import (
+    DECODE_SPLITS,
+    MAX_SPLITS,
+    Plan,
+    attention,
+    instances,
+    plan,
+    scratch,
+)
 from minfer_cuda.kernels.compiler import expand_source
 
 SMS = 6  # of the card that the tests' plans are for: few, so that calls are split little
@@ -140,7 +148,7 @@ def test_float16_operands_cost_what_their_rounding_costs(device: Device) -> None
 
 
 @pytest.mark.parametrize(("tokens", "head_dim"), [(1, 64), (1, 128), (17, 64)])
-@pytest.mark.parametrize("splits", [2, 5, 9])
+@pytest.mark.parametrize("splits", [2, 5, 16])
 def test_splits_agree_with_one_and_repeat_their_bits(
     device: Device, splits: int, tokens: int, head_dim: int
 ) -> None:
@@ -155,8 +163,26 @@ def test_splits_agree_with_one_and_repeat_their_bits(
     assert np.all(np.abs(first - one) <= 2.0**-10 * spread + 2.0**-16)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [1, 7, 12])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_cluster_merges_splits_to_the_bits_of_global_memory(
+    device: Device, monkeypatch: pytest.MonkeyPatch, head_dim: int, group: int
+) -> None:
+    if device.cluster_limit < DECODE_SPLITS:
+        pytest.skip("no clusters of 16 blocks")
+    for past in (0, 255, 256, 1500, 4095):
+        case = Case.random(1, group, 2, head_dim, past)
+        clustered = case.run(device, case.plan(DECODE_SPLITS), repeats=3)
+        case.check(clustered[0])
+        monkeypatch.setattr(device, "cluster_limit", 1)
+        for one in clustered:
+            np.testing.assert_array_equal(one, case.run(device, case.plan(DECODE_SPLITS)))
+        monkeypatch.undo()
+
+
 def test_a_short_context_leaves_the_partials_alone(device: Device) -> None:
-    case = Case.random(1, 7, 1, 64, past=300)
+    case = Case.random(1, 7, 1, 64, past=255)
     how = case.plan(splits=3)
     np.testing.assert_array_equal(case.run(device, how), case.run(device))
 
@@ -270,14 +296,14 @@ def test_a_position_that_moves_before_the_wait_is_taken_as_it_is_after(moved: in
 
 
 def test_plans_fill_the_card_and_never_more_than_the_context() -> None:
-    assert plan(1, 14, 2, 64, 16384, 132) == Plan(2, 64, 1, 8, 66, 512, 128)
-    assert plan(1, 28, 4, 128, 16384, 132) == Plan(4, 128, 1, 8, 33, 512, 128)
-    assert plan(1, 28, 4, 128, 1024, 132).splits == 8
-    assert plan(1, 14, 2, 64, 512, 132).splits == 1
-    assert plan(1, 2, 1, 64, 2**20, 132).splits == MAX_SPLITS
+    assert plan(1, 14, 2, 64, 16384, 132) == Plan(2, 64, 1, 8, 16, 256, 128)
+    assert plan(1, 28, 4, 128, 16384, 132) == Plan(4, 128, 1, 8, 16, 256, 128)
+    assert plan(1, 14, 2, 64, 256, 132).splits == 1
+    assert plan(64, 2, 1, 64, 2**20, 132).splits == MAX_SPLITS
     assert plan(2048, 28, 4, 128, 16384, 132) == Plan(4, 128, 224, 64, 1, 256, 256)
-    assert plan(1, 14, 2, 64, 512, 132).partials == 0
-    assert plan(1, 14, 2, 64, 1024, 132).partials == 2 * 8 * 8 * 66
+    assert plan(1, 14, 2, 64, 256, 132).partials == 0
+    assert plan(1, 14, 2, 64, 1024, 132).partials == 2 * 16 * 16 * 34
+    assert plan(64, 14, 2, 64, 1024, 132).partials == 2 * 7 * 4 * 64 * 66
     for head_dim in (64, 128):
         assert plan(1, 14, 2, head_dim, 1024, 132).shared_bytes(4) <= 65536
         assert plan(512, 14, 2, head_dim, 1024, 132).shared_bytes(4) <= 65536
@@ -309,7 +335,7 @@ def test_wrong_arguments_are_named_with_what_was_expected(device: Device) -> Non
         )
     with pytest.raises(KernelError, match="expected out, or qs and ds, or h"):
         attention(device, case.plan(), q, k, v, position)
-    with pytest.raises(KernelError, match="partials is missing, expected 1056 or more float32"):
+    with pytest.raises(KernelError, match="partials is missing, expected 8704 or more float32"):
         attention(device, case.plan(splits=2), q, k, v, position, out=out)
     with pytest.raises(KernelError, match="does not fit 1 tokens"):
         attention(device, replace(case.plan(), row_tiles=2), q, k, v, position, out=out)

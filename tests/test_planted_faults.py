@@ -145,7 +145,7 @@ FAULTS = [
     Fault("copy not waited for", "matmul.cu", "copy_async_wait<Stages - 2>",
           "copy_async_wait<Stages - 1>", matmul, "race", "multiply_stage<Q, Tile>(acc"),
     Fault("partials without a fence", "attention.cu", "__threadfence();\n    __syncthreads();",
-          "\n    __syncthreads();", splits, "race", "merge_splits<E, Tile>(part_sums"),
+          "\n    __syncthreads();", splits, "race", "x[n] = reinterpret_cast<const float4"),
     Fault("partials without a fence", "matmul.cu", "__threadfence();\n        __syncthreads();",
           "\n        __syncthreads();", split_matmul, "race", "load_coherent(a.partial"),
     Fault("misaligned vector", "matvec.cu", "return shared_bytes() + max(",

@@ -28,10 +28,12 @@ class Kernel(Protocol):
         block: int | tuple[int, ...],
         *args: DeviceArray | int | float | ctypes.Structure | None,
         shared: int = 0,
+        cluster: int = 1,
     ) -> None:
         """Enqueue on the device's one stream. int -> int32, float -> float32, None -> null, a
-        Structure by value. Raises KernelError naming kernel, grid, block and shapes for any other
-        type, a non-contiguous array, an empty grid, or more than the device's limits."""
+        Structure by value; `cluster` blocks along z, at most the device's limit, are one cluster.
+        Raises KernelError naming kernel, grid, block and shapes for any other type, a
+        non-contiguous array, an empty grid, or more than the device's limits."""
 
 
 class Device(Protocol):
@@ -41,6 +43,7 @@ class Device(Protocol):
     arch: int  # compute capability times ten: 90 for sm_90
     sm_count: int
     shared_limit: int  # bytes of shared memory a block may have
+    cluster_limit: int  # blocks that a cluster may have; 1: no clusters
 
     @property
     def free_bytes(self) -> int:

@@ -15,14 +15,14 @@ from minfer_cuda.kernels.checks import expect, expect_room
 from minfer_cuda.kernels.rope import CACHE_TYPES
 
 HEAD_DIMS = (64, 128)
-MAX_SPLITS = 128  # kMaxSplits of the kernel
+MAX_SPLITS = 128  # of a prefill: kMaxSplits of the kernel
+DECODE_SPLITS = 16  # kSplits: blocks of a cluster, where there are clusters
 PREFILL_ROWS, DECODE_ROWS = 64, 8  # of a row tile
 _DECODE_MOST = 32  # rows of a kv head up to which tiles of 8 are taken
 _PREFILL_BLOCKS = 2  # an SM, aimed at; a block streams tiles of 64 keys through two stages
 _PREFILL_KEYS = 256  # that a split takes at least
-_DECODE_BLOCKS = 1  # an SM: beside it a block of the product before or after fits
 _DECODE_KEYS = 128  # that a split takes at least: a tile of 16 for each of 8 warps
-_ALONE_KEYS = 512  # up to so many, four rounds of 8 warps cost less than adding up partials
+_ALONE_KEYS = 256  # up to so many, two rounds of 8 warps cost less than adding up splits
 
 
 class _Shape(ctypes.Structure):
@@ -51,19 +51,23 @@ class Plan:
         return (self.kv_heads, self.row_tiles, self.splits)
 
     def shared_bytes(self, warps: int) -> int:
-        """Keys and values under way in float16; in decode also each warp's 16 x 8 weights and 8
-        rows of q: kSharedBytes of the kernel."""
+        """Keys and values under way in float16; in decode also each warp's 16 x 8 weights, 8 rows
+        of q and what 16 splits say of half a row: kSharedBytes of the kernel."""
         if self.rows == PREFILL_ROWS:
             return 2 * 2 * 64 * self.head_dim * 2
         depth = 2 if warps == 8 or self.head_dim == 64 else 1
         rows = warps * depth * 2 * 16 + DECODE_ROWS
-        return rows * self.head_dim * 2 + warps * 16 * DECODE_ROWS * 2
+        box = DECODE_SPLITS * (self.head_dim // 2 + 2) * 4
+        return rows * self.head_dim * 2 + warps * 16 * DECODE_ROWS * 2 + box
 
     @property
     def partials(self) -> int:
-        """float32 elements of scratch: sums, then {m, l}, of every row of every split."""
-        blocks = self.kv_heads * self.row_tiles * self.splits
-        return blocks * self.rows * (self.head_dim + 2) if self.splits > 1 else 0
+        """float32 elements of scratch: sums, and {m, l}, of every row of every split; in decode of
+        every half row, with room for all splits."""
+        tiles = self.kv_heads * self.row_tiles if self.splits > 1 else 0
+        if self.rows == DECODE_ROWS:
+            return tiles * 2 * DECODE_ROWS * DECODE_SPLITS * (self.head_dim // 2 + 2)
+        return tiles * self.splits * self.rows * (self.head_dim + 2)
 
     @property
     def arrivals(self) -> int:
@@ -77,18 +81,19 @@ def plan(
 ) -> Plan:
     """The cut for T tokens on a card: keys are split where row tiles alone do not fill the SMs.
 
-    T=1 on 132 SMs, S 16,384: 0.5B (H 14, G 2, E 64) 1 row tile of 8, 66 splits; 7B (28, 4, 128)
-    1 of 8, 33. T=2,048: 7B 224 of 64, 1.
+    T=1: 1 row tile of 8, 16 splits. T=2,048 on 132 SMs: 7B (H 28, G 4, E 128) 224 of 64, 1.
     """
     rows_in_all = tokens * (heads // kv_heads)
     decode = rows_in_all <= _DECODE_MOST
     rows = DECODE_ROWS if decode else PREFILL_ROWS
     alone = _ALONE_KEYS if decode else _PREFILL_KEYS
     least = _DECODE_KEYS if decode else _PREFILL_KEYS
-    blocks = sm_count * (_DECODE_BLOCKS if decode else _PREFILL_BLOCKS)
     row_tiles = -(-rows_in_all // rows)
-    splits = min(blocks // (row_tiles * kv_heads), -(-context // least), MAX_SPLITS)
-    splits = max(1, splits) if context > alone else 1
+    splits = min(
+        sm_count * _PREFILL_BLOCKS // (row_tiles * kv_heads), -(-context // least), MAX_SPLITS
+    )
+    splits = DECODE_SPLITS if decode else max(1, splits)
+    splits = splits if context > alone else 1
     return Plan(kv_heads, head_dim, row_tiles, rows, splits, alone, least)
 
 
@@ -161,12 +166,14 @@ def attention(
     kv = CACHE_TYPES[np.dtype(k_cache.dtype).name]
     warps = _warps(device, how, kv)
     name = f"attention<{kv}, {head_dim}>"
-    if how.rows == DECODE_ROWS:
+    decode = how.rows == DECODE_ROWS
+    if decode:
         name = f"attention_decode<{kv}, {head_dim}, {warps}>"
     kernel = device.kernel("attention", name)
     shape = _Shape(tokens, heads, kv_heads, context, how.alone_keys, how.min_keys)
     arguments = (q, k_cache, v_cache, position, out, qs, ds, h, hs, partials, arrivals, shape)
-    kernel(how.grid, 32 * warps, *arguments, shared=how.shared_bytes(warps))
+    cluster = how.splits if decode and 1 < how.splits <= device.cluster_limit else 1
+    kernel(how.grid, 32 * warps, *arguments, shared=how.shared_bytes(warps), cluster=cluster)
 
 
 def _check_plan(how: Plan, tokens: int, heads: int, kv_heads: int, head_dim: int) -> None:
@@ -178,7 +185,8 @@ def _check_plan(how: Plan, tokens: int, heads: int, kv_heads: int, head_dim: int
     rows = tokens * (heads // kv_heads)
     fits = how.rows in (DECODE_ROWS, PREFILL_ROWS) and how.row_tiles == -(-rows // how.rows)
     fits = fits and (how.kv_heads, how.head_dim) == (kv_heads, head_dim)
-    if not (fits and 1 <= how.splits <= MAX_SPLITS and how.min_keys >= 1):
+    most = DECODE_SPLITS if how.rows == DECODE_ROWS else MAX_SPLITS
+    if not (fits and 1 <= how.splits <= most and how.min_keys >= 1):
         raise KernelError(
             f"attention: {how} does not fit {tokens} tokens, {heads} heads of {head_dim}, "
             f"{kv_heads} kv heads"

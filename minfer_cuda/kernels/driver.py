@@ -92,6 +92,13 @@ class Driver:
         attribute = self._api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         self.call("cuFuncSetAttribute", function, attribute, size_bytes)
 
+    def allow_cluster(self, function: Any) -> None:
+        """More than 8 blocks in a cluster, which not every card of an architecture has."""
+        attribute = (
+            self._api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+        )
+        self.call("cuFuncSetAttribute", function, attribute, 1)
+
     def parameter_sizes(self, function: Any, count: int) -> tuple[int, ...] | None:
         """Bytes of each of the `count` parameters; None where the driver is older than 12.4 and
         cannot say. (It cannot say how many there are: asking past the last one is an error.)"""
@@ -106,20 +113,29 @@ class Driver:
         shared_bytes: int,
         stream: int,
         dependent: bool,
+        cluster: int = 1,
     ) -> Any:
-        """What cuLaunchKernelEx takes; `dependent`: may start before its predecessor has ended."""
+        """What cuLaunchKernelEx takes; `dependent`: may start before its predecessor has ended;
+        `cluster`: blocks along z that are one."""
         config = self._api.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = block
         config.sharedMemBytes = shared_bytes
         config.hStream = self._api.CUstream(stream)
+        kinds, attributes = self._api.CUlaunchAttributeID, []
         if dependent:
-            kinds = self._api.CUlaunchAttributeID
             attribute = self._api.CUlaunchAttribute()
             attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attribute.value.programmaticStreamSerializationAllowed = 1
-            config.attrs = [attribute]
-            config.numAttrs = 1  # the bindings do not count them
+            attributes.append(attribute)
+        if cluster > 1:
+            attribute = self._api.CUlaunchAttribute()
+            attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            sizes = attribute.value.clusterDim
+            sizes.x, sizes.y, sizes.z = 1, 1, cluster
+            attributes.append(attribute)
+        config.attrs = attributes
+        config.numAttrs = len(attributes)  # the bindings do not count them
         return config
 
     def launch(self, config: Any, function: Any, arguments: int) -> None:

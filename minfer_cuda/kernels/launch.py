@@ -172,13 +172,14 @@ class CudaKernel:
         block: int | tuple[int, ...],
         *args: DeviceArray | int | float | ctypes.Structure | None,
         shared: int = 0,
+        cluster: int = 1,
     ) -> None:
         """Enqueue on the device's stream; `Kernel.__call__` has the rules. Raises KernelError."""
         queue = self._queue
-        key = (grid, block, shared, queue.pdl)
+        key = (grid, block, shared, cluster, queue.pdl)
         config = self._configs.get(key)
         if config is None:
-            config = self._configs[key] = self._configure(grid, block, shared, args)
+            config = self._configs[key] = self._configure(key, args)
         types = tuple(map(type, args))
         packer = self._packers.get(types)
         if packer is None:
@@ -195,10 +196,9 @@ class CudaKernel:
             except DriverFailure as error:
                 raise KernelError(f"{self._told(key, args)} failed: {error}") from error
 
-    def _configure(
-        self, grid: int | tuple[int, ...], block: int | tuple[int, ...], shared: int, args: Any
-    ) -> Any:
+    def _configure(self, key: tuple[Any, ...], args: Any) -> Any:
         """Check a launch shape seen for the first time against the limits."""
+        grid, block, shared, cluster, dependent = key
         limits, full_grid, full_block = self._queue.limits, _dim3(grid), _dim3(block)
         threads = full_block[0] * full_block[1] * full_block[2]
         wrong = None
@@ -215,7 +215,8 @@ class CudaKernel:
                 f"needs {shared} + {self._static_shared} bytes of shared memory, "
                 f"the device has {limits.shared_bytes} a block"
             )
-        key = (grid, block, shared, self._queue.pdl)
+        elif full_grid[2] % cluster:
+            wrong = f"is not made of clusters of {cluster}"
         if wrong is not None:
             raise KernelError(f"{self._told(key, args)} {wrong}")
         try:
@@ -223,10 +224,12 @@ class CudaKernel:
             if shared + self._static_shared > self._allowed_shared:
                 self._queue.driver.allow_shared(self._function, shared)
                 self._allowed_shared = shared + self._static_shared
+            if cluster > 8:
+                self._queue.driver.allow_cluster(self._function)
         except DriverFailure as error:
             raise self._failure(error, key, args) from error
         return self._queue.driver.launch_config(
-            full_grid, full_block, shared, self._queue.stream, self._queue.pdl
+            full_grid, full_block, shared, self._queue.stream, dependent, cluster
         )
 
     def _failure(self, error: DriverFailure, key: tuple[Any, ...], args: Any) -> KernelError:
@@ -238,7 +241,7 @@ class CudaKernel:
         return KernelError(f"{self._told(key, args)} was refused: {error}")
 
     def _told(self, key: tuple[Any, ...], args: Any) -> str:
-        grid, block, shared, _ = key
+        grid, block, shared, *_ = key
         words = argument_words(args)
         return f"{self.name} with grid {grid}, block {block}, shared {shared} on ({words})"
 

@@ -43,6 +43,7 @@ class CudaDevice:
             raise DeviceError(f"CUDA device {ordinal} cannot be used: {error}") from error
         self.arch = _arch(driver, ordinal)
         self.shared_limit = limits.shared_bytes
+        self.cluster_limit = 16 if self.arch in (90, 100) else 1  # 8 on others: not worth it
         self._cupy = _import_cupy()
         with self._cupy.cuda.Device(ordinal):
             # Non-blocking: the legacy default stream of other code never orders itself with ours.

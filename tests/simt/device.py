@@ -121,6 +121,7 @@ class SimtKernel:
         block: int | tuple[int, ...],
         *args: Any,
         shared: int = 0,
+        cluster: int = 1,
     ) -> None:
         told = f"{self.name} with grid {grid}, block {block}, shared {shared} on ({_words(args)})"
         full_grid, full_block = _dim3(grid), _dim3(block)
@@ -236,6 +237,7 @@ class SimtDevice:
         self.arch = arch
         self.sm_count = sm_count
         self.shared_limit = shared_limit
+        self.cluster_limit = 1
         self.checks = checks
         self.runtime = ctypes.CDLL(str(build.runtime()), mode=ctypes.RTLD_GLOBAL)
         self._source = source
