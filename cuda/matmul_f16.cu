@@ -1,13 +1,17 @@
-// matmul_f16<Q, Tile, Stages>: many tokens times a quantised matrix on f16 tensor cores, float32 sums.
+// matmul_f16<Q, Tile, Stages>: many tokens times a matrix, quantised or F16 or BF16, on f16 tensor
+// cores, float32 sums.
 //   y[t, n] = sum_k W[n, k] x[t, k] (+ bias[n]) (+ residual[t, n]), or with a second matrix `up`
 //   neurons[t, n] = silu(sum_k W[n, k] x[t, k]) * sum_k up[n, k] x[t, k], as f16 activations
-//   w, up (N, K) in records (layout 2); peak, up_peak: their largest |scale|, from `peak<Q>`
+//   w, up (N, K) in records (layout 2); peak, up_peak: their largest |scale|, from `peak<Q>`; F16 and
+//   BF16 row-major, K % 8 == 0, the peak of BF16 its largest |value|, F16 without
 //   h (T, Kp) f16, hs (T): f16 activations, x = h * hs, each 128 values in half_offset's order
 // Weights are the rows (M), tokens the columns (N). Both tiles go to shared memory by cp.async, the
 // weights as they are; a warp unpacks its A fragments in registers (quants_f16.cuh), so the loop has
 // no scaling of sums. Scales of the next chunk become {S, M} pairs in a table while this chunk is
 // multiplied: the pairs of a row are made once a block, not once a lane.
-// Work    a unit is a tile by 128 values of K. Block i of G takes the whole tiles i, i + G, ... of
+//         F16 goes into the products bit for bit. BF16 is lifted, so that its largest |value| is in
+//         [2^14, 2^15): exact down to 2^-28 of that, to 2^-39 of it below. NaN and Inf stay themselves.
+// Work    a unit is a tile by 128 values of K, of F16 and BF16 by 64. Block i of G takes the whole tiles i, i + G, ... of
 //         `waves` waves, then 1/G of the units of the tiles that are left, in order; a tile shared
 //         by blocks is added up by the one that arrives last, in the order of K (no bit depends on
 //         timing). `arrived` (tiles that are left) is zero before and after.
@@ -46,15 +50,27 @@ struct Place {
     }
 };
 
-constexpr int kTokenBytes = 256;  // a chunk of one token
+// A chunk of a type: values of K, bytes of 8 rows, bytes of their scales, {S, M} pairs of a block.
+// Rows of F16 and BF16 come as they are; with 64 values two blocks of an SM have room for three stages.
+template <class Q, bool = Q::kFloat>
+struct Chunk {
+    static constexpr int kValues = 128, kStripBytes = Q::kChunkBytes, kScales = kScaleBytes<Q>;
+    static constexpr int kHalves = Q::kHalf ? 2 : 1;
+    using Lane = typename Q::Lane;  // words that a lane keeps
+};
+template <class Q>
+struct Chunk<Q, true> {
+    static constexpr int kValues = 64, kStripBytes = 8 * kValues * Q::kBytes, kScales = 0, kHalves = 0;
+    struct Lane {};
+};
 
 template <class Q, class T>
-struct Stage {  // activations, planes of the chunk, scales of the chunk that comes next
+struct Stage {  // activations, planes or rows of the chunk, scales of the chunk that comes next
+    static constexpr int kTokenBytes = Chunk<Q>::kValues * 2;
     static constexpr int kPlanes = T::kTokens * kTokenBytes;
-    static constexpr int kScales = kPlanes + T::kStrips * Q::kChunkBytes;
-    static constexpr int kBytes = kScales + T::kStrips * kScaleBytes<Q>;
-    static constexpr int kHalves = Q::kHalf ? 2 : 1;
-    static constexpr int kTable = T::kRows * 4 * kHalves;  // words
+    static constexpr int kScales = kPlanes + T::kStrips * Chunk<Q>::kStripBytes;
+    static constexpr int kBytes = kScales + T::kStrips * Chunk<Q>::kScales;
+    static constexpr int kTable = T::kRows * 4 * Chunk<Q>::kHalves;  // words
 };
 
 struct F16Arguments {
@@ -110,6 +126,33 @@ struct Cursor {
     }
 };
 
+// ---- lifts of a matrix's values ------------------------------------------------------------------------
+template <class Q>
+constexpr bool kAsIs = false;  // values are halves as they stand
+template <>
+constexpr bool kAsIs<F16> = true;
+
+// What values of BF16 are multiplied by; types in records have it in their scales.
+template <class Q>
+__device__ inline float value_lift(const float* peak) {
+    if constexpr (kAsIs<Q>)
+        return 1.0f;
+    else
+        return lift_of(*peak);
+}
+__device__ inline uint32_t lifted_pair(uint32_t x, uint32_t y, float lift) {
+    return pair_bits(
+        __floats2half2_rn(__fmul_rn(__uint_as_float(x), lift), __fmul_rn(__uint_as_float(y), lift)));
+}
+// What undoes a matrix's lift in its products.
+template <class Q>
+__device__ inline float undo_lift(const float* peak) {
+    if constexpr (Q::kFloat)
+        return __fdiv_rn(1.0f, value_lift<Q>(peak));
+    else
+        return unlift_of<Q>(*peak);
+}
+
 // ---- staging ------------------------------------------------------------------------------------------
 // Record `record` of strip `s` of a row tile. A gated product takes strips of both matrices in turn,
 // so that rows g and g + 8 of a fragment are gate and up of one neuron. Past the last strip: the last.
@@ -120,40 +163,67 @@ __device__ inline const uint8_t* record_of(const F16Arguments& a, int row_tile, 
     return (a.up && (s & 1) ? a.up : a.w) + strip * strip_bytes + record * Q::kRecord;
 }
 
+// The rows of a row tile's strips, the last again past the last, zeros past K. Sections of 32 bytes
+// change places by row: the 16 lanes that read of four rows at once (row_fragments) meet all banks.
+template <class Q, class T>
+__device__ inline void copy_rows(char* to, const F16Arguments& a, int row_tile, int chunk) {
+    constexpr unsigned kRowBytes = Chunk<Q>::kStripBytes / 8, kPieces = kRowBytes / 16;
+    constexpr unsigned kAtOnce = T::kThreads / kPieces;  // rows
+    static_assert(T::kRows % kAtOnce == 0 && kAtOnce % 8 == 0, "");
+    const unsigned thread = thread_again(), piece = thread % kPieces, first = thread / kPieces;
+    const int64_t row_bytes = static_cast<int64_t>(a.k) * Q::kBytes, at = chunk * kRowBytes + piece * 16;
+    to += first * kRowBytes + (piece ^ (first & 3) << 1) * 16;
+#pragma unroll
+    for (unsigned j = 0; j < T::kRows / kAtOnce; ++j) {
+        const int s = (first + j * kAtOnce) / 8, strip = row_tile * T::kStrips + s;
+        const int row = min((a.up ? strip / 2 : strip) * 8 + static_cast<int>(first % 8), a.n - 1);
+        const uint8_t* from = (a.up && (s & 1) ? a.up : a.w) + row * row_bytes + at;
+        copy_async16(to + j * kAtOnce * kRowBytes, from, at < row_bytes);
+    }
+}
+
 template <class Q, class T>
 __device__ inline void copy_chunk(char* stage, const F16Arguments& a, int row_tile, int token_tile, int chunk) {
+    constexpr int kTokenBytes = Stage<Q, T>::kTokenBytes;
     constexpr unsigned kPieces = kTokenBytes / 16, kAtOnce = T::kThreads / kPieces;  // tokens
     static_assert(T::kTokens % kAtOnce == 0 && kAtOnce % 2 == 0, "");
     const unsigned thread = thread_again(), piece = thread % kPieces, first = thread / kPieces;
     char* to = stage + first * kTokenBytes + (piece ^ (first & 1) << 2) * 16;
     const uint8_t* from = a.h + chunk * kTokenBytes + piece * 16;
-    const int64_t row_bytes = a.chunks * kTokenBytes;
+    const int64_t row_bytes = ceil_div(a.chunks, 128 / Chunk<Q>::kValues) * 128 * 2;
 #pragma unroll
     for (unsigned j = 0; j < T::kTokens / kAtOnce; ++j) {
         const int row = token_tile * T::kTokens + static_cast<int>(first + j * kAtOnce);
         copy_async16(to + j * kAtOnce * kTokenBytes, from + row * row_bytes, row < a.tokens);
     }
-    constexpr unsigned kPlanePieces = Q::kChunkBytes / 16, kCopies = T::kStrips * kPlanePieces;
+    if constexpr (Q::kFloat) {
+        copy_rows<Q, T>(stage + Stage<Q, T>::kPlanes, a, row_tile, chunk);
+    } else {
+        constexpr unsigned kPlanePieces = Q::kChunkBytes / 16, kCopies = T::kStrips * kPlanePieces;
 #pragma unroll
-    for (unsigned j = 0; j < kCopies; j += T::kThreads) {
-        const unsigned i = j + thread;
-        if (kCopies % T::kThreads == 0 || i < kCopies)
-            copy_async16(stage + Stage<Q, T>::kPlanes + i * 16,
-                         record_of<Q, T>(a, row_tile, i / kPlanePieces, chunk / Q::kChunks) +
-                             chunk % Q::kChunks * Q::kChunkBytes + i % kPlanePieces * 16);
+        for (unsigned j = 0; j < kCopies; j += T::kThreads) {
+            const unsigned i = j + thread;
+            if (kCopies % T::kThreads == 0 || i < kCopies)
+                copy_async16(stage + Stage<Q, T>::kPlanes + i * 16,
+                             record_of<Q, T>(a, row_tile, i / kPlanePieces, chunk / Q::kChunks) +
+                                 chunk % Q::kChunks * Q::kChunkBytes + i % kPlanePieces * 16);
+        }
     }
 }
 
 template <class Q, class T>
 __device__ inline void copy_scales(char* stage, const F16Arguments& a, int row_tile, int chunk) {
-    constexpr unsigned kPieces = kScaleBytes<Q> / 16, kCopies = T::kStrips * kPieces;
-    const unsigned thread = thread_again();
+    if constexpr (!Q::kFloat) {
+        constexpr unsigned kPieces = kScaleBytes<Q> / 16, kCopies = T::kStrips * kPieces;
+        const unsigned thread = thread_again();
 #pragma unroll
-    for (unsigned j = 0; j < kCopies; j += T::kThreads) {
-        const unsigned i = j + thread;
-        if (kCopies % T::kThreads == 0 || i < kCopies)
-            copy_async16(stage + Stage<Q, T>::kScales + i * 16,
-                         record_of<Q, T>(a, row_tile, i / kPieces, chunk / Q::kChunks) + Q::kScales + i % kPieces * 16);
+        for (unsigned j = 0; j < kCopies; j += T::kThreads) {
+            const unsigned i = j + thread;
+            if (kCopies % T::kThreads == 0 || i < kCopies)
+                copy_async16(stage + Stage<Q, T>::kScales + i * 16,
+                             record_of<Q, T>(a, row_tile, i / kPieces, chunk / Q::kChunks) + Q::kScales +
+                                 i % kPieces * 16);
+        }
     }
 }
 
@@ -161,7 +231,7 @@ __device__ inline void copy_scales(char* stage, const F16Arguments& a, int row_t
 template <class Q, class T, int C>
 __device__ inline void convert_scales(uint32_t* table, const uint8_t* scales, const F16Arguments& a) {
     const float lift = lift_of(*a.peak), up_lift = a.up ? lift_of(*a.up_peak) : lift;
-    constexpr int kHalves = Stage<Q, T>::kHalves;
+    constexpr int kHalves = Chunk<Q>::kHalves;
 #pragma unroll
     for (unsigned row = thread_again(); row < T::kRows; row += T::kThreads) {
         const unsigned strip = row / 8, g = row % 8;
@@ -177,51 +247,84 @@ __device__ inline void convert_scales(uint32_t* table, const uint8_t* scales, co
 }
 template <class Q, class T>
 __device__ inline void convert_scales(uint32_t* table, const char* stage, int chunk, const F16Arguments& a) {
-    const uint8_t* scales = reinterpret_cast<const uint8_t*>(stage) + Stage<Q, T>::kScales;
-    if (Q::kChunks == 1 || chunk % 2 == 0)
-        convert_scales<Q, T, 0>(table, scales, a);
-    else
-        convert_scales<Q, T, Q::kChunks - 1>(table, scales, a);
+    if constexpr (!Q::kFloat) {
+        const uint8_t* scales = reinterpret_cast<const uint8_t*>(stage) + Stage<Q, T>::kScales;
+        if (Q::kChunks == 1 || chunk % 2 == 0)
+            convert_scales<Q, T, 0>(table, scales, a);
+        else
+            convert_scales<Q, T, Q::kChunks - 1>(table, scales, a);
+    }
 }
 
 // ---- products -----------------------------------------------------------------------------------------
+// The A fragments of block b of 16 rows, one each half: from records, whose words l keeps from block
+// to block, with the {S, M} pairs at `scales` ...
+template <class Q>
+__device__ inline void record_fragments(uint32_t (&a)[2][4], typename Q::Lane (&l)[2], const uint8_t* planes,
+                                        const uint32_t* from, unsigned lane, int b) {
+    constexpr int kHalves = Chunk<Q>::kHalves;
+    uint32_t scales[2 * kHalves];
+    if constexpr (kHalves == 1) {
+        const uint2 s = *reinterpret_cast<const uint2*>(from);
+        scales[0] = s.x, scales[1] = s.y;
+    } else {
+        const uint4 s = *reinterpret_cast<const uint4*>(from);
+        scales[0] = s.x, scales[1] = s.y, scales[2] = s.z, scales[3] = s.w;
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        load_words<Q>(l[r], planes + r * Q::kChunkBytes, lane, b);
+        uint32_t pairs[2][2];
+        half_weights<Q>(pairs, l[r], b, scales + r * kHalves);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) a[h][r] = pairs[h][0], a[h][2 + r] = pairs[h][1];
+    }
+}
+// ... and from rows as they are; `rows` is the lane's first value in row g.
+template <class Q>
+__device__ inline void row_fragments(uint32_t (&a)[2][4], const uint8_t* rows, unsigned swizzle, int b,
+                                     const float (&lifts)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const uint2 w = Shared::get8(rows + r * Chunk<Q>::kStripBytes + ((b * 64 + h * 32) ^ swizzle));
+            if constexpr (kAsIs<Q>) {
+                a[h][r] = __byte_perm(w.x, w.y, 0x5410), a[h][2 + r] = __byte_perm(w.x, w.y, 0x7632);
+            } else {
+                a[h][r] = lifted_pair(w.x << 16, w.y << 16, lifts[r]);
+                a[h][2 + r] = lifted_pair(w.x & 0xffff0000u, w.y & 0xffff0000u, lifts[r]);
+            }
+        }
+}
+
 // acc += the chunk of a stage.
 template <class Q, class T>
-__device__ inline void multiply(float (&acc)[T::kMTiles][T::kNTiles][4], const char* stage, const uint32_t* table) {
-    constexpr int kHalves = Stage<Q, T>::kHalves;
+__device__ inline void multiply(float (&acc)[T::kMTiles][T::kNTiles][4], const char* stage, const uint32_t* table,
+                                const float (&lifts)[2]) {
+    constexpr int kHalves = Chunk<Q>::kHalves, kTokenBytes = Stage<Q, T>::kTokenBytes;
     const Place<T> place;
     const unsigned lane = place.lane, g = lane >> 2, t = lane & 3, warp_m = place.warp_m, warp_n = place.warp_n;
-    const uint8_t* planes = reinterpret_cast<const uint8_t*>(stage) + Stage<Q, T>::kPlanes +
-                            warp_m * T::kMTiles * 2 * Q::kChunkBytes;
+    const uint8_t* weights = reinterpret_cast<const uint8_t*>(stage) + Stage<Q, T>::kPlanes +
+                             warp_m * T::kMTiles * 2 * Chunk<Q>::kStripBytes;
     table += (warp_m * T::kMTiles * 32 + g) * 2 * kHalves;
     const char* x = stage + (warp_n * T::kNTiles * 8 + g) * kTokenBytes + t * 16;
     const unsigned odd = (g & 1) * 64;  // the swizzle of an odd token's pieces: blocks change places
-    typename Q::Lane l[T::kMTiles][2];
+    typename Chunk<Q>::Lane l[T::kMTiles][2];
 #pragma unroll
-    for (int b = 0; b < 4; ++b) {
+    for (int b = 0; b < Chunk<Q>::kValues / 32; ++b) {
         uint4 v[T::kNTiles];
 #pragma unroll
         for (int n = 0; n < T::kNTiles; ++n)
             v[n] = *reinterpret_cast<const uint4*>(x + n * 8 * kTokenBytes + (b & 2) * 64 + ((b & 1) * 64 ^ odd));
 #pragma unroll
         for (int m = 0; m < T::kMTiles; ++m) {
-            uint32_t a[2][4], scales[2 * kHalves];
-            const uint32_t* from = table + (m * 4 + b) * 16 * kHalves;
-            if constexpr (kHalves == 1) {
-                const uint2 s = *reinterpret_cast<const uint2*>(from);
-                scales[0] = s.x, scales[1] = s.y;
-            } else {
-                const uint4 s = *reinterpret_cast<const uint4*>(from);
-                scales[0] = s.x, scales[1] = s.y, scales[2] = s.z, scales[3] = s.w;
-            }
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                load_words<Q>(l[m][r], planes + (m * 2 + r) * Q::kChunkBytes, lane, b);
-                uint32_t pairs[2][2];
-                half_weights<Q>(pairs, l[m][r], b, scales + r * kHalves);
-#pragma unroll
-                for (int h = 0; h < 2; ++h) a[h][r] = pairs[h][0], a[h][2 + r] = pairs[h][1];
-            }
+            const uint8_t* strips = weights + m * 2 * Chunk<Q>::kStripBytes;
+            uint32_t a[2][4];
+            if constexpr (Q::kFloat)
+                row_fragments<Q>(a, strips + g * (Chunk<Q>::kStripBytes / 8) + t * 8, (g & 3) * 32, b, lifts);
+            else
+                record_fragments<Q>(a, l[m], strips, table + (m * 4 + b) * 16 * kHalves, lane, b);
 #pragma unroll
             for (int h = 0; h < 2; ++h)
 #pragma unroll
@@ -269,7 +372,7 @@ __device__ inline bool add_shares(float (&acc)[T::kMTiles][T::kNTiles][4], const
 // y of a tile; row0 and token0 are the lane's first.
 template <class Q, class T>
 __device__ inline void write_rows(const float (&acc)[T::kMTiles][T::kNTiles][4], const F16Arguments& a, int row0, int token0) {
-    const float unlift = unlift_of<Q>(*a.peak);
+    const float unlift = undo_lift<Q>(a.peak);
 #pragma unroll
     for (int n = 0; n < T::kNTiles; ++n)
 #pragma unroll
@@ -296,7 +399,7 @@ __device__ inline void write_rows(const float (&acc)[T::kMTiles][T::kNTiles][4],
 // e + 2 of a four, neighbours in half_offset's order, exchange: each stores both for one token.
 template <class Q, class T>
 __device__ inline void write_neurons(const float (&acc)[T::kMTiles][T::kNTiles][4], const F16Arguments& a, int neuron0, int token0) {
-    const float gate_unlift = unlift_of<Q>(*a.peak), up_unlift = unlift_of<Q>(*a.up_peak);
+    const float gate_unlift = undo_lift<Q>(a.peak), up_unlift = undo_lift<Q>(a.up_peak);
     const int lane = threadIdx.x % kWarp, padded = ceil_div(a.n, 128) * 128;
     const bool second = (lane & 8) != 0;
 #pragma unroll
@@ -338,6 +441,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks) matmul_f16(F16Argumen
 #endif
     char* stages = shared_bytes();
     uint32_t* tables = reinterpret_cast<uint32_t*>(stages + Stages * Stage<Q, T>::kBytes);
+    const float lifts[2] = {value_lift<Q>(a.peak), value_lift<Q>(a.up ? a.up_peak : a.peak)};  // of rows g, g + 8
 
     Cursor at(a), ahead = at;  // ahead: the unit whose scales are copied next, one before its chunk
     int slot = 0;  // stage of `at`
@@ -373,7 +477,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks) matmul_f16(F16Argumen
             at.advance(a);
             if (at.tile >= 0)
                 convert_scales<Q, T>(tables + (parity ^ 1) * Stage<Q, T>::kTable, stage(0), at.chunk, a);
-            multiply<Q, T>(acc, stage(0), tables + parity * Stage<Q, T>::kTable);
+            multiply<Q, T>(acc, stage(0), tables + parity * Stage<Q, T>::kTable, lifts);
             slot = slot + 1 < Stages ? slot + 1 : 0;
             parity ^= 1;
         } while (at.tile == tile);
@@ -394,21 +498,32 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks) matmul_f16(F16Argumen
     copy_async_wait<0>();
 }
 
-// peak<Q>: the largest |scale| of a matrix in records. out (1) is zero before.
+// peak<Q>: the largest |scale| of a matrix in records, of BF16 the largest finite |value|. out (1) is
+// zero before.   records: of the matrix, of BF16 its values by fours
 // Launch  grid = any, block = 256; a warp takes records, a lane row g and block t of each chunk.
 template <class Q>
 __global__ void __launch_bounds__(256) peak(const uint8_t* w, float* out, int records) {
     pdl_trigger();
     pdl_wait();
-    const int lane = threadIdx.x % kWarp, warps = gridDim.x * (blockDim.x / kWarp);
     float largest = 0.0f;
-    for (int i = blockIdx.x * (blockDim.x / kWarp) + threadIdx.x / kWarp; i < records; i += warps) {
-        const typename Q::Lane l = Q::template load<Streamed>(w + static_cast<int64_t>(i) * Q::kRecord, lane);
+    if constexpr (Q::kFloat) {
+        for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < records; i += gridDim.x * blockDim.x) {
+            const float4 v = Q::load4(w, static_cast<int64_t>(i) * 4);
+            const float values[4] = {fabsf(v.x), fabsf(v.y), fabsf(v.z), fabsf(v.w)};
 #pragma unroll
-        for (int j = 0; j < Q::kChunks * 8; ++j) largest = fmaxf(largest, fabsf(scale_of<Q>(l, j / 8, j / 2 % 4, j % 2)));
+            for (int j = 0; j < 4; ++j) largest = fmaxf(largest, values[j] <= 3.4028235e38f ? values[j] : 0.0f);
+        }
+    } else {
+        const int lane = threadIdx.x % kWarp, warps = gridDim.x * (blockDim.x / kWarp);
+        for (int i = blockIdx.x * (blockDim.x / kWarp) + threadIdx.x / kWarp; i < records; i += warps) {
+            const typename Q::Lane l = Q::template load<Streamed>(w + static_cast<int64_t>(i) * Q::kRecord, lane);
+#pragma unroll
+            for (int j = 0; j < Q::kChunks * 8; ++j)
+                largest = fmaxf(largest, fabsf(scale_of<Q>(l, j / 8, j / 2 % 4, j % 2)));
+        }
     }
     largest = warp_max(largest);
-    if (lane == 0) atomicMax(reinterpret_cast<int*>(out), __float_as_int(largest));
+    if (threadIdx.x % kWarp == 0) atomicMax(reinterpret_cast<int*>(out), __float_as_int(largest));
 }
 
 // halve: rows of x (T, K) float as f16 activations h (T, Kp), hs (T). hs is the power of two that

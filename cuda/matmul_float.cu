@@ -3,7 +3,8 @@
 //   w (N, K) row-major, K % 4 == 0     x (T, K) float     y, residual (T, stride) float
 // Launch  grid = (ceil(N / 8), ceil(T / 4)), block = 256: a warp makes one row for four tokens.
 // Bytes   W once per four tokens: exact for checkpoints in float; decode reads W once, at the card's speed.
-// Why not tensor cores: rows of a prompt are rare in these types, and float32 sums are what they are for.
+// Prompts in F16 and BF16 take f16 tensor cores from sm_80 on (matmul_f16.cu). F32 stays here: exact
+// float32 products are what it is for.
 #include "quants.cuh"
 
 constexpr int kThreads = 256;

@@ -1,10 +1,13 @@
-"""What serves a prompt's quantised products: int8 or f16 tensor cores (cuda/matmul*.cu)."""
+"""What serves a prompt's products: int8, f16 or no tensor cores (cuda/matmul*.cu)."""
 
 from __future__ import annotations
 
 from minfer_cuda.errors import UsageError
+from minfer_cuda.kernels.matmul_f16 import HALVES
+from minfer_cuda.quants import QuantType
 
-VARIABLE = "MINFER_PREFILL"  # int8 or f16 forces one
+VARIABLE = "MINFER_PREFILL"  # int8 or f16 forces one, for quantised types
+F16_FROM_ARCH = 80  # before, the kernels' stages exceed the shared memory
 F16_ARCHS = (80, 90, 100)  # f16 products with float32 sums at their full rate, elsewhere at half
 INT8_ROWS = 16  # there f16 is as fast at 16 rows and up to 2.5 times at more (7B Q4_K, H200)
 
@@ -19,7 +22,17 @@ def most_int8_rows(arch: int, forced: str | None = None) -> int | None:
     if forced not in (None, "", "int8", "f16"):
         raise UsageError(f"{VARIABLE} is {forced!r}: expected int8 or f16")
     if forced == "f16":
-        if arch < 80:
-            raise UsageError(f"{VARIABLE} is f16: it needs sm_80 or newer, this is sm_{arch}")
+        if arch < F16_FROM_ARCH:
+            needed = f"it needs sm_{F16_FROM_ARCH} or newer"
+            raise UsageError(f"{VARIABLE} is f16: {needed}, this is sm_{arch}")
         return 1
     return INT8_ROWS if arch in F16_ARCHS and not forced else None
+
+
+def most_float32_rows(arch: int, quant: QuantType) -> int | None:
+    """The most rows of a call that float32 sums without tensor cores serve for a float type, f16
+    tensor cores serving more; None where they serve any.
+
+    F16 and BF16 have no int8 form: MINFER_PREFILL is not asked. F32 keeps its precision.
+    """
+    return 1 if quant.name in HALVES and arch >= F16_FROM_ARCH else None

@@ -13,7 +13,9 @@ from minfer_cuda.kernels.attention import scratch as attention_scratch
 from minfer_cuda.kernels.layouts import Activations, padded
 from minfer_cuda.kernels.matmul import ARRIVALS, PARTIALS
 from minfer_cuda.kernels.matmul_f16 import ARRIVALS as F16_ARRIVALS
+from minfer_cuda.kernels.matmul_f16 import HALVES
 from minfer_cuda.kernels.matmul_f16 import PARTIALS as F16_PARTIALS
+from minfer_cuda.quants import QuantType
 
 FFN_BYTES = 128 << 20  # most of gate and up side by side in float32, where they are made apart
 
@@ -26,21 +28,27 @@ class Sizes:
 
     rows: int  # B: most tokens of a step
     context: int  # S
-    floats: bool  # some matrices are float types and read float32 activations
-    quantised: bool  # some are quantised
-    q8_rows: int  # most tokens of a step whose quantised products read q8; with more they read f16
-    split_ffn: bool  # some f16 step has gate and up apart: float types, or two types
+    float_rows: int  # most tokens of a step with products that read float32; 0: none do
+    q8_rows: int  # the same of q8: quantised matrices, which in longer steps read f16
+    f16_rows: int  # fewest tokens of a step with products that read f16; more than rows: none do
+    unlike_ffn: bool  # gate and up of some layer are of two types
     sm_count: int
 
     @property
     def f16(self) -> bool:
         """Whether long steps read f16 activations."""
-        return self.quantised and self.rows > self.q8_rows
+        return self.rows >= self.f16_rows
+
+    def reads_f16(self, quant: QuantType) -> bool:
+        """Whether long steps read f16 activations for a matrix of this type."""
+        return self.f16 and (
+            quant.name in HALVES if quant.block_size == 1 else self.rows > self.q8_rows
+        )
 
     @property
     def rows_apart(self) -> int:
         """Most tokens of a step whose gate and up are made apart."""
-        return self.rows if self.split_ffn or not self.f16 else self.q8_rows
+        return self.rows if self.unlike_ffn else max(self.float_rows, self.q8_rows)
 
 
 def shapes(c: Qwen2Config, s: Sizes) -> dict[str, Shape]:
@@ -65,12 +73,11 @@ def shapes(c: Qwen2Config, s: Sizes) -> dict[str, Shape]:
         "attention_arrivals": ((max(1, arrivals),), np.int32),
     }
     for name, width in (("normed", d), ("mix", heads), ("neurons", c.d_ffn)):
-        if s.floats:
-            table[f"{name}.x"] = ((b, width), np.float32)
-        if s.quantised:
-            few = min(b, s.q8_rows)
-            table[f"{name}.qs"] = ((few, padded(width)), np.int8)
-            table[f"{name}.ds"] = ((few, padded(width) // 32), np.uint64)
+        if s.float_rows:
+            table[f"{name}.x"] = ((s.float_rows, width), np.float32)
+        if s.q8_rows:
+            table[f"{name}.qs"] = ((s.q8_rows, padded(width)), np.int8)
+            table[f"{name}.ds"] = ((s.q8_rows, padded(width) // 32), np.uint64)
         if s.f16:
             table[f"{name}.h"] = ((b, padded(width)), np.float16)
             table[f"{name}.hs"] = ((b,), np.float32)
@@ -88,7 +95,7 @@ class Workspace:
     """The buffers of `shapes`, by name. Counters start at zero and every launch leaves them so."""
 
     def __init__(self, device: Device, c: Qwen2Config, s: Sizes):
-        self._q8_rows = s.q8_rows
+        self._sizes = s
         self._arrays: dict[str, DeviceArray] = {
             name: (device.zeros if "arrivals" in name else device.empty)(shape, dtype)
             for name, (shape, dtype) in shapes(c, s).items()
@@ -114,10 +121,13 @@ class Workspace:
         """The first `rows` rows of an activation buffer, in the forms that products of so
         many rows read."""
 
-        def part(form: str) -> DeviceArray | None:
+        def part(form: str, read: bool) -> DeviceArray | None:
             whole = f"{name}.{form}"
-            return self.rows(whole, rows) if whole in self._arrays else None
+            return self.rows(whole, rows) if read and whole in self._arrays else None
 
-        if rows > self._q8_rows:
-            return Activations(part("x"), None, None, part("h"), part("hs"))
-        return Activations(part("x"), part("qs"), part("ds"), scale=part("scale"))
+        s = self._sizes
+        q8, f16 = rows <= s.q8_rows, rows >= s.f16_rows
+        return Activations(
+            part("x", rows <= s.float_rows), part("qs", q8), part("ds", q8),
+            part("h", f16), part("hs", f16), part("scale", q8),
+        )  # fmt: skip

@@ -16,7 +16,8 @@ from minfer_cuda.errors import ContextFullError, OutOfMemoryError, UnsupportedMo
 from minfer_cuda.gguf import GGUFFile
 from minfer_cuda.graph import StepGraphs
 from minfer_cuda.kernels import Device
-from minfer_cuda.prefill import F16_ARCHS, INT8_ROWS, most_int8_rows
+from minfer_cuda.prefill import F16_ARCHS, INT8_ROWS, most_float32_rows, most_int8_rows
+from minfer_cuda.quants import by_name
 from minfer_cuda.runners.cuda_runner import CudaRunner
 from minfer_cuda.runners.numpy_runner import NumpyRunner
 from minfer_cuda.sampling import SamplingParams, mask_words
@@ -75,7 +76,8 @@ def relative(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def test_float_weights_agree_with_the_cpu_path(device: Device, floats: Path) -> None:
-    """Only attention rounds to f16 (2^-11 a factor): logits within 2e-3 of their norm."""
+    """Attention and the inputs of F16 and BF16 matrices round to f16 (2^-11 a factor): logits
+    within 2e-3 of their norm."""
     runner = runner_of(device, floats, kv_type="f32")
     runner.prefill(IDS[:-1], 0, 3)
     assert relative(runner.logits(3), cpu_logits(floats, IDS[:-1], 3)) < 2e-3
@@ -115,6 +117,50 @@ def test_f16_products_agree_with_the_cpu_path(
         assert relative(runner.logits(n_out), cpu_logits(path, IDS, n_out)) < most
 
 
+HALVES_ALONE = {"attn_q": "BF16", "ffn_up": "BF16", "ffn_gate": "BF16", "default": "F16"}
+HALVES_MIXED = MIXED | {"attn_q": "BF16", "attn_output": "F16", "ffn_gate": "F16", "ffn_up": "F16"}
+
+
+@pytest.mark.parametrize(
+    ("types", "rows", "most", "told"),
+    [
+        (HALVES_ALONE, len(IDS), 2e-3, "prompts f16"),
+        (HALVES_MIXED, len(IDS), 0.05, "prompts int8, F16 and BF16 matrices f16"),
+        (HALVES_MIXED | {"ffn_down": "F32"}, 17, 0.03, "prompts f16 above 16 tokens"),
+    ],
+    ids=["alone", "beside int8", "beside f16 and F32"],
+)
+def test_prompts_multiply_float_matrices_on_f16_tensor_cores(
+    device: Device,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    types: dict[str, str],
+    rows: int,
+    most: float,
+    told: str,
+) -> None:
+    """Bounds as above: of attention and activations in f16, of int8 activations, and of those of
+    the last layer's few rows alone. One row more, as decode has it, reads float32 activations. The
+    head is tied where all are floats."""
+    if device.arch not in F16_ARCHS:
+        pytest.skip("int8 serves any prompt of this card")
+    path = write_gguf(tmp_path / "halves.gguf", types=types, tied=types is HALVES_ALONE)
+    runner = runner_of(device, path, kv_type="f32", n_batch=rows)
+    assert runner.describe().endswith(told)
+    asked: set[str] = set()
+    kernel = device.kernel
+    monkeypatch.setattr(device, "kernel", lambda *name: (asked.add(name[1]), kernel(*name))[1])
+    prompt = (IDS + IDS)[:rows]
+    runner.prefill(prompt, 0, 3)
+    assert relative(runner.logits(3), cpu_logits(path, prompt, 3)) < most
+    products = {name.split(",")[0] for name in asked}
+    assert {"matmul_f16<F16", "matmul_f16<BF16"} <= products
+    assert not products & {"matmul_float<F16>", "matmul_float<BF16>"}
+    runner.prefill(IDS[-1:], rows)
+    assert "matmul_float<F16>" in asked
+    assert relative(runner.logits(), cpu_logits(path, [*prompt, IDS[-1]], 1)) < max(most, 0.05)
+
+
 def test_long_prompts_take_f16_where_the_card_is_fast_at_it(
     device: Device, mixed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,6 +183,8 @@ def test_the_path_of_a_prompt_follows_from_the_card_unless_forced(
     assert [most_int8_rows(arch) for arch in (75, 86, 89, 120)] == [None] * 4
     assert [most_int8_rows(arch) for arch in F16_ARCHS] == [INT8_ROWS] * 3
     assert most_int8_rows(90, "int8") is None and most_int8_rows(86, "f16") == 1
+    halves = [most_float32_rows(arch, by_name("BF16")) for arch in (75, 80, 86, 120)]
+    assert halves == [None, 1, 1, 1] and most_float32_rows(90, by_name("F32")) is None
     with pytest.raises(UsageError, match="f16: it needs sm_80 or newer, this is sm_75"):
         most_int8_rows(75, "f16")
     monkeypatch.setenv("MINFER_PREFILL", "fp16")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from test_linear_kernels import QUANTISED, columns, ids, nan, random_weights, upload
+from test_linear_kernels import QUANTISED, ROW_COUNTS, columns, ids, nan, random_weights, upload
 
 from minfer_cuda.errors import KernelError
 from minfer_cuda.kernels import Device
@@ -12,6 +12,7 @@ from minfer_cuda.kernels.elementwise import swiglu
 from minfer_cuda.kernels.layouts import Activations, Matrix, padded
 from minfer_cuda.kernels.matmul_f16 import (
     ARRIVALS,
+    HALVES,
     NARROW,
     PARTIALS,
     TILES,
@@ -27,6 +28,7 @@ from minfer_cuda.quants import QuantType, by_name
 
 EPS = 2.0**-23
 HALF = 2.0**-11  # half a unit in the last place of an f16, relative
+FLOATS = [by_name(name) for name in HALVES]
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +57,15 @@ def bound(w: np.ndarray, x: np.ndarray, quant: QuantType) -> np.ndarray:
     |scale code| + |minimum|, which is at most 3 max|w| of all for types with minima (as in
     test_linear_kernels), and |w| itself for the others; x once: HALF |x|. Small weights are exact
     to 2^-25 of their lifted range, whose top is at least 2^-6: 2^-19 max|w|. Sums of K products in
-    float32, in any order."""
+    float32, in any order.
+
+    Weights of F16 are exact, those of BF16 to 2^-39 of the largest, as activations are below the
+    reach of f16: the lifted tops are at least 2^14."""
     magnitude = np.abs(x) @ np.abs(w).T
+    if quant in FLOATS:
+        small = np.abs(x).sum(-1, keepdims=True) * np.abs(w).max()
+        small = small + np.abs(x).max(-1, keepdims=True) * np.abs(w).sum(-1)
+        return (HALF + (w.shape[1] + 8) * EPS) * magnitude + 2.0**-39 * small
     rows = np.abs(x).sum(-1, keepdims=True) * np.abs(w).max()
     cancelled = 3 * rows if quant.name in ("Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K") else 0.0
     small = 2.0**-19 * rows
@@ -134,6 +143,15 @@ def test_the_peak_is_the_largest_scale(device: Device, quant: QuantType) -> None
     assert 0.2 * codes[quant.name] <= steps <= 2.1 * codes[quant.name]
 
 
+def test_the_peak_of_bf16_is_its_largest_finite_value_and_f16_needs_none(device: Device) -> None:
+    bits = np.arange(1, 3 * 416 + 1, dtype=np.uint16)
+    bits[[5, 400, 1000]] = 0xC2A0, 0x7F80, 0xFFC1  # -80, infinity, NaN
+    values = bits.view(np.uint8).reshape(3, -1)
+    w = with_peak(device, upload(device, by_name("BF16"), values, 416))
+    assert device.download(w.peak) == [80.0]
+    assert with_peak(device, upload(device, by_name("F16"), values, 416)).peak is None
+
+
 def check(
     device: Device,
     scratch: dict[str, object],
@@ -172,23 +190,34 @@ def test_products_of_every_type_equal_float64(
     check(device, scratch, quant, 21, columns(quant), 11, NARROW)
 
 
+@pytest.mark.parametrize("tokens", ROW_COUNTS)
+@pytest.mark.parametrize("quant", FLOATS, ids=ids)
+def test_products_of_float_types_equal_float64(
+    device: Device, scratch: dict[str, object], quant: QuantType, tokens: int
+) -> None:
+    """Widths that end on a chunk of 64 values, and in the middle and the first eighth of one."""
+    k = {2: 896, 7: 8, 9: 72}.get(tokens, 416)
+    check(device, scratch, quant, 21 if tokens % 2 else 133, k, tokens)
+
+
 @pytest.mark.parametrize("tile", TILES, ids=lambda t: f"{t.rows}x{t.tokens}")
-@pytest.mark.parametrize("name", ["Q4_K", "Q8_0"])
+@pytest.mark.parametrize("name", ["Q4_K", "Q8_0", *HALVES])
 def test_products_of_every_tile_equal_float64(
     device: Device, scratch: dict[str, object], tile: Tile, name: str
 ) -> None:
     """Ragged in rows and tokens: a second tile of each that is hardly filled."""
     n, tokens = tile.rows + 5, tile.tokens + 3
     if device.name == "SIMT shim":
-        n, tokens = (21, tokens) if name == "Q8_0" else (n, 19)
+        n, tokens = (21, tokens) if name in ("Q8_0", "F16") else (n, 19)
     check(device, scratch, by_name(name), n, 256, tokens, tile)
 
 
+@pytest.mark.parametrize("name", ["Q4_0", *HALVES])
 def test_a_tile_that_blocks_share_has_the_same_bits_every_time(
-    device: Device, scratch: dict[str, object]
+    device: Device, scratch: dict[str, object], name: str
 ) -> None:
     """Few tiles and long rows: every block has parts of tiles, which are added in one order."""
-    quant = by_name("Q4_0")
+    quant = by_name(name)
     rng = np.random.default_rng(7)
     n, k, tokens = 21, 128 * 11, 40
     how = plan(quant, n, k, tokens, device.sm_count, device.shared_limit, tile=NARROW)
@@ -246,7 +275,52 @@ def test_a_nan_reaches_its_own_token_alone(device: Device, scratch: dict[str, ob
     assert np.array_equal(np.isnan(device.download(y)).all(-1), [False, True, False])
 
 
-@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q8_0", "Q5_0"])
+def float_bits(quant: QuantType, values: np.ndarray) -> np.ndarray:
+    """Values (n, k) as a file has them, rounded towards zero."""
+    if quant.name == "F16":
+        return values.astype(np.float16).view(np.uint8)
+    return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("name", "height"),
+    [("F16", 6e4), ("F16", 3e-6), ("BF16", 1e30), ("BF16", 1e-28), ("BF16", 0.0), ("F16", 0.0)],
+)
+def test_float_weights_of_any_height_keep_their_precision(
+    device: Device, scratch: dict[str, object], name: str, height: float
+) -> None:
+    """Rows whose values reach from the height to 2^-34 of it, and one of a single height."""
+    quant = by_name(name)
+    rng = np.random.default_rng(13)
+    w = rng.uniform(-height, height, (9, 160)) * 2.0 ** rng.integers(-34, 1, (9, 160))
+    w[4] = height
+    raw = float_bits(quant, w)
+    values = quant.dequantize(raw).astype(np.float64)
+    x = rng.standard_normal((3, 160)).astype(np.float32)
+    y = nan(device, 3, 9)
+    matmul_f16(
+        device, with_peak(device, upload(device, quant, raw, 160)), halved(device, x), y, **scratch
+    )
+    error = np.abs(device.download(y) - x.astype(np.float64) @ values.T)
+    assert np.all(error <= bound(values, x, quant))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("quant", FLOATS, ids=ids)
+def test_a_weight_that_is_not_finite_reaches_its_own_row_alone(
+    device: Device, scratch: dict[str, object], quant: QuantType, bad: float
+) -> None:
+    w = np.full((9, 96), 0.5)
+    w[4, 70] = bad
+    y, x = nan(device, 3, 9), np.ones((3, 96), np.float32)
+    matrix = with_peak(device, upload(device, quant, float_bits(quant, w), 96))
+    matmul_f16(device, matrix, halved(device, x), y, **scratch)
+    result = device.download(y)
+    assert np.array_equal(result[:, 4], np.full(3, bad), equal_nan=True)
+    assert np.all(np.delete(result, 4, axis=1) == 48.0)
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q8_0", "Q5_0", *HALVES])
 def test_gate_and_up_in_one_launch_equal_float64(
     device: Device, scratch: dict[str, object], name: str
 ) -> None:
@@ -269,8 +343,11 @@ def test_gate_and_up_in_one_launch_equal_float64(
     assert np.all(np.abs(y - silu * b) <= error + 2 * HALF * np.abs(silu * b) + 64 * 2.0**-25)
 
 
-def test_gate_and_up_of_every_tile_agree(device: Device, scratch: dict[str, object]) -> None:
-    quant = by_name("Q4_0")
+@pytest.mark.parametrize("name", ["Q4_0", "BF16"])
+def test_gate_and_up_of_every_tile_agree(
+    device: Device, scratch: dict[str, object], name: str
+) -> None:
+    quant = by_name(name)
     tokens, f, k = 9, 136, 128
     rng = np.random.default_rng(11)
     gate, up = (matrix(device, rng, quant, f, k)[0] for _ in range(2))
@@ -299,3 +376,8 @@ def test_what_a_product_needs_is_asked_for(device: Device, scratch: dict[str, ob
         matmul_f16(device, whole, Activations(y, None, None), y, **scratch)
     with pytest.raises(KernelError, match="partials"):
         matmul_f16(device, whole, x, y, partials=y, arrivals=scratch["arrivals"])
+    for name in ("F32", "F16"):
+        narrow = by_name(name)
+        row = upload(device, narrow, random_weights(rng, narrow, 16, 4)[0], 4)
+        with pytest.raises(KernelError, match=rf"{name} \(16, 4\), expected F16 or BF16"):
+            matmul_f16(device, row, halved(device, np.ones((2, 4), np.float32)), y, **scratch)

@@ -1,4 +1,4 @@
-"""Many tokens times quantised matrices on f16 tensor cores. See cuda/matmul_f16.cu."""
+"""Many tokens times matrices of all types but F32 on f16 tensor cores. See cuda/matmul_f16.cu."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from minfer_cuda.quants import QuantType, by_name
 
 PARTIALS = 9 << 20  # most float32 elements of shared tiles' sums (36 MiB)
 ARRIVALS = 4096  # most shared tiles
+HALVES = ("F16", "BF16")  # the float types that are served
 _HALVED = ("Q2_K", "Q3_K", "Q6_K")  # a scale every 16 values: two pairs a block in the table
 _RESERVED = 1 << 10  # bytes of shared memory that the driver keeps of each block
 
@@ -62,8 +63,15 @@ TILES = (NARROW, SQUARE)
 _SHARE_CLOCKS = 25  # to add up another block's part of a tile, for each sum of a thread
 
 
+def chunk_values(quant: QuantType) -> int:
+    """Values of K of a stage, the unit of work. Chunk::kValues."""
+    return 64 if quant.name in HALVES else 128
+
+
 def stage_bytes(quant: QuantType, tile: Tile) -> int:
-    """A chunk of 128 values: activations, planes and the scales of a record. Stage::kBytes."""
+    """A chunk: activations, and rows or the planes and the scales of a record. Stage::kBytes."""
+    if quant.name in HALVES:
+        return (tile.tokens + tile.rows) * chunk_values(quant) * 2
     chunks = record_cols(quant) // 128
     record = 8 * record_cols(quant) // quant.block_size * quant.block_bytes
     planes = 128 * (math.ceil(quant.bits_per_weight) - 1)  # 8 rows of a chunk
@@ -73,8 +81,8 @@ def stage_bytes(quant: QuantType, tile: Tile) -> int:
 
 def shared_bytes(quant: QuantType, tile: Tile, stages: int) -> int:
     """Of a block: stages and two tables of scale pairs."""
-    table = tile.rows * 4 * (2 if quant.name in _HALVED else 1) * 4
-    return stages * stage_bytes(quant, tile) + 2 * table
+    pairs = 0 if quant.name in HALVES else 2 if quant.name in _HALVED else 1  # of a block
+    return stages * stage_bytes(quant, tile) + 2 * tile.rows * 4 * pairs * 4
 
 
 def stages(quant: QuantType, tile: Tile, shared_limit: int) -> int:
@@ -122,16 +130,18 @@ def plan(
     if not tiles:
         raise KernelError(f"matmul_f16: {quant.name} needs more than {shared_limit} bytes a block")
     in_all = 2 * padded(rows) if gated else rows
+    chunks = ceil_div(cols, chunk_values(quant))
 
     def cost(t: Tile) -> float:
         """Clocks of an SM: its share of all products, and adding up where blocks share a tile."""
         count = ceil_div(in_all, t.rows) * ceil_div(tokens, t.tokens)
-        units, blocks = count * ceil_div(cols, 128), sm_count * t.blocks
+        units, blocks = count * chunks, sm_count * t.blocks
         shares = 0 if count % blocks == 0 else min(blocks, units) / min(count, blocks)
-        return max(1.0, units / sm_count) * t.clocks + shares * t.sums * _SHARE_CLOCKS
+        clocks = t.clocks * chunk_values(quant) / 128
+        return max(1.0, units / sm_count) * clocks + shares * t.sums * _SHARE_CLOCKS
 
     best = min(tiles, key=cost)
-    token_tiles, chunks = ceil_div(tokens, best.tokens), ceil_div(cols, 128)
+    token_tiles = ceil_div(tokens, best.tokens)
     count = ceil_div(in_all, best.rows) * token_tiles
     grid = min(sm_count * best.blocks, count * chunks, PARTIALS // (2 * best.rows * best.tokens))
     waves = count // grid if count % grid == 0 else max(0, count // grid - 1)
@@ -147,11 +157,11 @@ def instance(quant: QuantType, tile: Tile, stage_count: int) -> str:
 
 def instances(types: Sequence[str]) -> list[str]:
     """Those of a card with 227 KiB a block."""
-    quants = [by_name(name) for name in types if by_name(name).block_size > 1]
+    quants = [by_name(name) for name in types if name != "F32"]
     products = [
         instance(quant, tile, stages(quant, tile, 227 << 10)) for quant in quants for tile in TILES
     ]
-    return [*products, *(f"peak<{quant.cuda_name}>" for quant in quants), "halve"]
+    return [*products, *(f"peak<{q.cuda_name}>" for q in quants if has_peak(q)), "halve"]
 
 
 def instances_up_to(device: Device, quant: QuantType, rows: int, cols: int, most: int) -> set[str]:
@@ -162,7 +172,8 @@ def instances_up_to(device: Device, quant: QuantType, rows: int, cols: int, most
         for tokens in {min(1 << bits, most) for bits in range(most.bit_length() + 1)}
         for gated in (False, True)
     ]
-    return {instance(quant, how.tile, how.stages) for how in plans} | {f"peak<{quant.cuda_name}>"}
+    products = {instance(quant, how.tile, how.stages) for how in plans}
+    return products | ({f"peak<{quant.cuda_name}>"} if has_peak(quant) else set())
 
 
 class _Arguments(ctypes.Structure):
@@ -186,10 +197,17 @@ class _Arguments(ctypes.Structure):
     ]
 
 
+def has_peak(quant: QuantType) -> bool:
+    """Whether products lift a type's values by its matrix's peak: all but F16, taken as it is."""
+    return quant.name != "F16"
+
+
 def with_peak(device: Device, w: Matrix) -> Matrix:
-    """The matrix with its largest |scale|, which f16 products need."""
+    """The matrix with its largest |scale|, or of BF16 |value|, where f16 products need it."""
+    if not has_peak(w.quant):
+        return w
     found = device.zeros((1,), np.float32)
-    records = ceil_div(w.rows, 8) * w.records
+    records = w.rows * w.cols // 4 if w.is_float else ceil_div(w.rows, 8) * w.records
     kernel = device.kernel("matmul_f16", f"peak<{w.quant.cuda_name}>")
     kernel(min(ceil_div(records, 8), 4 * device.sm_count), 256, w.data, found, records)
     return replace(w, peak=found)
@@ -273,7 +291,12 @@ def _launch(
 ) -> None:
     tokens = x.tokens
     expect_halves("matmul_f16", x, tokens, w.cols)
-    if w.peak is None or (gated and not arguments.up_peak):
+    if w.is_float and (w.quant.name not in HALVES or w.cols % 8):
+        raise KernelError(
+            f"matmul_f16: {w.quant.name} ({w.rows}, {w.cols}), expected {' or '.join(HALVES)} with "
+            "a multiple of 8 columns"
+        )
+    if has_peak(w.quant) and (w.peak is None or (gated and not arguments.up_peak)):
         raise KernelError("matmul_f16: a matrix without its peak: with_peak() finds it")
     sizes = (w.quant, w.rows, w.cols, tokens, device.sm_count, device.shared_limit)
     how = plan(*sizes, gated=gated, tile=tile)

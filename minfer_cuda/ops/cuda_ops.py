@@ -15,7 +15,7 @@ from minfer_cuda.kernels.elementwise import add, swiglu
 from minfer_cuda.kernels.embed import embed
 from minfer_cuda.kernels.layouts import Activations, Matrix, Unnormed
 from minfer_cuda.kernels.matmul import matmul
-from minfer_cuda.kernels.matmul_f16 import gate_up_f16, matmul_f16
+from minfer_cuda.kernels.matmul_f16 import HALVES, gate_up_f16, matmul_f16
 from minfer_cuda.kernels.matmul_float import matmul_float
 from minfer_cuda.kernels.matvec import matvec, matvec_gate_up, matvec_qkv
 from minfer_cuda.kernels.norm import rms_norm
@@ -152,7 +152,8 @@ class CudaOps:
             x = self._rows(x)
         tokens = x.tokens
         out = self._buffers.activations("neurons", tokens)
-        if self.fuse_ffn and x.h is not None and out.x is None and gate.quant == up.quant:
+        only_f16 = out.x is None and out.qs is None
+        if self.fuse_ffn and only_f16 and _reads_f16(x, gate) and gate.quant == up.quant:
             gate_up_f16(self.device, gate, up, x, out, **self._scratch)
             return out
         apart = self._buffers["gate_up"]
@@ -180,12 +181,12 @@ class CudaOps:
         residual: DeviceArray | None = None,
     ) -> None:
         """y[:, column : column + N] = x w^T (+ bias) (+ residual)."""
-        if w.is_float:
-            matmul_float(self.device, w, x, y, column=column, bias=bias, residual=residual)
-        elif x.h is not None:
+        if _reads_f16(x, w):
             matmul_f16(
                 self.device, w, x, y, column=column, bias=bias, residual=residual, **self._scratch
             )
+        elif w.is_float:
+            matmul_float(self.device, w, x, y, column=column, bias=bias, residual=residual)
         elif x.tokens == 1:
             row = y.reshape(-1)[column : column + w.rows]
             added = None if residual is None else residual.reshape(-1)[column : column + w.rows]
@@ -194,3 +195,10 @@ class CudaOps:
             matmul(
                 self.device, w, x, y, column=column, bias=bias, residual=residual, **self._scratch
             )
+
+
+def _reads_f16(x: Activations, w: Matrix) -> bool:
+    """Whether f16 tensor cores make the product of these; else x has the form that w reads."""
+    if x.h is None:
+        return False
+    return w.quant.name in HALVES if w.is_float else x.qs is None

@@ -25,7 +25,7 @@ from minfer_cuda.kv_cache import KVCache, kv_bytes
 from minfer_cuda.models.qwen2 import Qwen2, Tap
 from minfer_cuda.ops import ModelWeights
 from minfer_cuda.ops.cuda_ops import CudaOps, Step
-from minfer_cuda.prefill import VARIABLE, most_int8_rows
+from minfer_cuda.prefill import VARIABLE, most_float32_rows, most_int8_rows
 from minfer_cuda.quants import QuantType
 from minfer_cuda.rope import rope_tables
 from minfer_cuda.sampling import SamplingParams
@@ -91,8 +91,10 @@ class CudaRunner:
         """What compiles for seconds each, better on all cores at once than when first used: the
         blocks' products of long prompts. Of the head few rows are asked for."""
         names: set[str] = set()
-        for info in _matrices(file, self.config) if self._sizes.f16 else ():
-            if info.name.startswith("blk.") and _in_records(info):
+        for info in _matrices(file, self.config):
+            if not info.name.startswith("blk.") or info.quant.cuda_name is None:
+                continue  # loading refuses types without kernels by name
+            if self._sizes.reads_f16(info.quant):
                 rows, cols = info.shape
                 names |= instances_up_to(self._device, info.quant, rows, cols, self.n_batch)
         return [("matmul_f16", name) for name in sorted(names)]
@@ -108,9 +110,10 @@ class CudaRunner:
             into = raw[start * info.row_bytes : stop * info.row_bytes]
             self._device.upload(read(start, stop).reshape(-1), into=into)
         if info.quant.block_size == 1:
-            return Matrix(info.quant, rows, cols, raw)
-        matrix = repack(self._device, info.quant, raw, rows, cols)
-        return with_peak(self._device, matrix) if self._sizes.f16 else matrix
+            matrix = Matrix(info.quant, rows, cols, raw)
+        else:
+            matrix = repack(self._device, info.quant, raw, rows, cols)
+        return with_peak(self._device, matrix) if self._sizes.reads_f16(info.quant) else matrix
 
     def _prepare(self, config: Qwen2Config, n_ctx: int, kv_type: str) -> None:
         device = self._device
@@ -145,12 +148,16 @@ class CudaRunner:
 
     def describe(self) -> str:
         """One line: device, bytes on it by purpose, cache type, and what serves prompts."""
-        prompts = f"f16 above {self._sizes.q8_rows} tokens" if self._sizes.f16 else "int8"
-        prompts = f"; prompts {prompts}" if self._sizes.quantised else ""
+        s = self._sizes
+        prompts = "float32" if s.q8_rows == 0 else "int8"
+        if s.f16 and s.rows > s.q8_rows:
+            prompts = f"f16 above {s.q8_rows} tokens" if s.q8_rows else "f16"
+        elif s.f16:
+            prompts += ", F16 and BF16 matrices f16"
         parts = ", ".join(f"{name} {n / MIB:,.0f} MiB" for name, n in self.memory().items())
         return (
             f"{self._device.name} (sm_{self._device.arch}): {parts}; "
-            f"{self.n_ctx} positions in {self.kv_type}{prompts}"
+            f"{self.n_ctx} positions in {self.kv_type}; prompts {prompts}"
         )
 
     def prefill(self, ids: Sequence[int], start: int, n_out: int = 1) -> None:
@@ -328,9 +335,15 @@ def _matrices(file: GGUFFile, config: Qwen2Config) -> list[TensorInfo]:
 
 
 def _sizes(file: GGUFFile, config: Qwen2Config, device: Device, rows: int, context: int) -> Sizes:
-    types = [info.quant for info in _matrices(file, config)]
-    floats = any(quant.block_size == 1 for quant in types)
     int8_rows = most_int8_rows(device.arch, os.environ.get(VARIABLE))
+    types = {info.quant for info in _matrices(file, config)}
+    floats = {quant for quant in types if quant.block_size == 1}
+
+    def within(most: int | None) -> int:
+        return rows if most is None else min(rows, most)
+
+    float_rows = [within(most_float32_rows(device.arch, quant)) for quant in floats]
+    q8_rows = [within(int8_rows)] if types - floats else []
 
     def quant_of(layer: int, name: str) -> QuantType:
         return file.tensors[f"blk.{layer}.{name}.weight"].quant
@@ -340,17 +353,12 @@ def _sizes(file: GGUFFile, config: Qwen2Config, device: Device, rows: int, conte
     return Sizes(
         rows=rows,
         context=context,
-        floats=floats,
-        quantised=any(quant.block_size > 1 for quant in types),
-        q8_rows=rows if int8_rows is None else min(rows, int8_rows),
-        split_ffn=floats or unlike,
+        float_rows=max(float_rows, default=0),
+        q8_rows=max(q8_rows, default=0),
+        f16_rows=min(float_rows + q8_rows) + 1,
+        unlike_ffn=unlike,
         sm_count=device.sm_count,
     )
-
-
-def _in_records(info: TensorInfo) -> bool:
-    """Of a quantised type that has kernels; loading refuses the others by name."""
-    return info.quant.block_size > 1 and info.quant.cuda_name is not None
 
 
 def _device_bytes(info: TensorInfo) -> int:
