@@ -44,6 +44,6 @@ def info(
     for sentence in damage:
         print(sentence)
     if damage:
-        say(f"error: {len(damage)} of the tensors are damaged: fetch the file again")
+        say(f"error: {len(damage)} of the tensors are unusable: fetch the file again")
         raise typer.Exit(1)
     print("all tensors are finite")

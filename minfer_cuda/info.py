@@ -13,6 +13,7 @@ from minfer_cuda.printable import printable
 
 SHOWN_TEXT = 200  # characters of a metadata string
 SHOWN_VALUES = 6  # values of a metadata array
+INTEGERS = ("I8", "I16", "I32", "I64")  # types that have neither NaN nor Inf
 CHECK_BYTES = 1 << 24  # of a tensor's quantised rows, dequantised at once by `check`
 
 
@@ -103,7 +104,8 @@ def _memory(file: GGUFFile, config: Qwen2Config, n_ctx: int) -> str:
 
 def check(file: GGUFFile) -> list[str]:
     """A sentence for each tensor that holds NaN or Inf (a quantised value is one where its block's
-    scale is): empty for a sound file. Reads and dequantises everything."""
+    scale is), or whose values cannot be told: empty for a sound file. Reads and dequantises
+    everything."""
     return [
         found for info in file.tensors.values() if (found := _not_finite(file, info)) is not None
     ]
@@ -111,7 +113,8 @@ def check(file: GGUFFile) -> list[str]:
 
 def _not_finite(file: GGUFFile, info: TensorInfo) -> str | None:
     if info.quant.unpack is None:
-        return None
+        kind = info.type_name
+        return None if kind in INTEGERS else f"tensor {info.name} ({kind}): its values are not known"
     step = max(1, CHECK_BYTES // info.row_bytes)
     bad, first = 0, None
     for start in range(0, info.n_rows, step):
