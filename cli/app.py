@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import typer
@@ -12,9 +14,10 @@ from typer.core import TyperGroup
 from minfer_cuda.errors import MinferError
 from minfer_cuda.printable import printable
 
+from .process import SIGNALLED, Unwritable
 from .terminal import styled
 
-INTERRUPTED = 130  # 128 + SIGINT
+INTERRUPTED = SIGNALLED + 2  # SIGINT
 LONGEST = 2000  # characters of an error
 
 
@@ -26,30 +29,34 @@ class Boundary(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:  # typer's Context or click's, by typer's version
         """Run the command."""
-        try:
-            result = super().invoke(ctx)
-            sys.stdout.flush()
-            return result
-        except (typer.Exit, typer.Abort):
+        with _boundary():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _boundary() -> Iterator[None]:
+    try:
+        yield
+    except (typer.Exit, typer.Abort):
+        raise
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    except Exception as e:
+        if isinstance(e, Unwritable) or is_usage_error(e) or tracebacks_wanted():
             raise
-        except KeyboardInterrupt:
-            raise typer.Exit(INTERRUPTED) from None
-        except BrokenPipeError:
-            hush_stdout()
-            raise typer.Exit(0) from None
-        except MinferError as e:
-            if tracebacks_wanted():
-                raise
-            complain(f"error: {one_line(e)}")
-            raise typer.Exit(e.exit_code) from None
-        except Exception as e:
-            if is_usage_error(e) or tracebacks_wanted():
-                raise
-            complain(
-                f"internal error: {type(e).__name__}: {one_line(e)} "
-                "(please report; MINFER_TRACEBACK=1 shows where)"
-            )
-            raise typer.Exit(1) from None
+        complain(_told(e))
+        raise typer.Exit(e.exit_code if isinstance(e, MinferError) else 1) from None
+
+
+def _told(e: Exception) -> str:
+    if isinstance(e, MinferError):
+        return f"error: {one_line(e)}"
+    if isinstance(e, MemoryError):
+        return f"error: this machine has too little memory: {one_line(e) or 'none is left'}"
+    return (
+        f"internal error: {type(e).__name__}: {one_line(e)} "
+        "(please report; MINFER_TRACEBACK=1 shows where)"
+    )
 
 
 def is_usage_error(e: Exception) -> bool:
@@ -78,13 +85,6 @@ def say(text: str, style: str = "") -> None:
 def complain(text: str) -> None:
     """Print an error on stderr, red where there are colours."""
     say(text, "red")
-
-
-def hush_stdout() -> None:
-    """Point stdout at nothing, after its reader has gone, so that no later flush complains."""
-    devnull = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(devnull, sys.stdout.fileno())
-    os.close(devnull)
 
 
 def utf8_streams() -> None:

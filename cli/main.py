@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Annotated
 
@@ -10,7 +9,7 @@ import typer
 
 from minfer_cuda import __version__
 
-from .app import INTERRUPTED, Boundary, utf8_streams
+from .app import Boundary, utf8_streams
 from .bench import bench
 from .chat import chat
 from .generate import generate
@@ -24,7 +23,8 @@ app = typer.Typer(
     cls=Boundary,
     help="Run GGUF models of the Qwen2 family on an NVIDIA GPU, or on the CPU.",
     epilog="Example: minfer generate model.gguf 'Why is the sky blue?' \n\n"
-    "Exit codes: 0 done, 1 the model file, the data or the device, 2 usage, 130 interrupted.",
+    "Exit codes: 0 done, 1 the model file, the data or the device, 2 usage, 130 interrupted, "
+    "143 terminated.",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     no_args_is_help=True,
     add_completion=True,
@@ -65,15 +65,3 @@ COMMANDS: dict[str, Callable[..., None]] = {
 }
 for name, command in COMMANDS.items():
     app.command(name)(command)
-
-
-def main() -> None:
-    """The console script."""
-    try:
-        app(prog_name="minfer")
-    except KeyboardInterrupt:  # before or after a command's own handling
-        sys.exit(INTERRUPTED)
-
-
-if __name__ == "__main__":
-    main()

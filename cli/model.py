@@ -72,7 +72,13 @@ def open_model(reference: str, settings: Settings, verbose: bool = False) -> Ite
     file = local_path(reference)
     start = time.perf_counter()
     progress = _show_progress if is_smart(sys.stderr) else None
-    with LLM(file, progress=progress, notify=notice, **vars(settings)) as llm:
+    try:
+        llm = LLM(file, progress=progress, notify=notice, **vars(settings))
+    except BaseException:
+        if progress:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)  # what it has shown
+        raise
+    with llm:
         if verbose:
             seconds = time.perf_counter() - start
             say(f"{file}: loaded in {seconds:.2f} s")

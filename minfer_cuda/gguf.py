@@ -117,7 +117,7 @@ class GGUFFile:
         info = self._info(name)
         offset = info.offset + start * info.row_bytes
         out = np.empty((stop - start, info.row_bytes), np.uint8)
-        self._parts[info.part].read(offset, memoryview(out.reshape(-1)))
+        self._parts[info.part].read(offset, out.reshape(-1).data)
         return out
 
     def _info(self, name: str) -> TensorInfo:
