@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 from platformdirs import user_state_path
 from prompt_toolkit import PromptSession
@@ -73,6 +74,23 @@ def keys() -> KeyBindings:
     return bindings
 
 
+class ChatHistory(FileHistory):
+    """Messages in a file; those that the disk does not take are kept for this chat only."""
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        self.path = path
+        self._told = False
+
+    def store_string(self, string: str) -> None:
+        try:
+            super().store_string(string)
+        except OSError as e:
+            if not self._told:
+                say(f"note: the history is kept for this chat only: {self.path}: {e.strerror}")
+            self._told = True
+
+
 def history() -> History:
     """The messages of earlier chats too, where a file for them can be written."""
     path = user_state_path("minfer") / "chat-history"
@@ -83,7 +101,7 @@ def history() -> History:
     except OSError as e:
         say(f"note: the history is kept for this chat only: {path}: {e.strerror}")
         return InMemoryHistory()
-    return FileHistory(path)
+    return ChatHistory(path)
 
 
 def typed_entries(commands: Mapping[str, Sequence[str] | str]) -> Iterator[Entry]:

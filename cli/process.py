@@ -82,12 +82,13 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 def _dropped(dropped: sys.UnraisableHookArgs) -> None:
     """An exception in a finaliser or a weak reference's callback, which Python drops: where it is
-    a signal's, send the signal again."""
+    a signal's, send the signal again. CuPy's finalisers fail where the device is lost, which is the
+    error that the user is told."""
     if issubclass(dropped.exc_type, KeyboardInterrupt):
         _send_soon(signal.SIGINT)
     elif isinstance(dropped.exc_value, Terminated):
         _send_soon(dropped.exc_value.number)
-    else:
+    elif not dropped.exc_type.__module__.startswith("cupy"):
         sys.__unraisablehook__(dropped)
 
 

@@ -52,6 +52,7 @@ def list_models(
     Example: minfer list
     """
     from minfer_cuda import store
+    from minfer_cuda.files import size_of
 
     models = store.models()
     for model in models if as_json else ():
@@ -66,7 +67,7 @@ def list_models(
     if not models:
         say(f"no models in {store.folder()}: `minfer pull -h` shows how to fetch one")
     if partial := store.unfinished():
-        size = size_text(sum(path.stat().st_size for path in partial))
+        size = size_text(sum(map(size_of, partial)))
         say(f"note: {len(partial)} unfinished downloads ({size}): minfer rm --unfinished")
 
 

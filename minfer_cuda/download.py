@@ -17,7 +17,7 @@ from typing import IO, Any
 from urllib.parse import urlsplit
 
 from minfer_cuda.errors import StoreError
-from minfer_cuda.store import PART_SUFFIX
+from minfer_cuda.files import PART_SUFFIX, alone, size_of
 
 CHUNK_BYTES = 1 << 20
 TIMEOUT_S = 30.0  # without a byte
@@ -41,16 +41,24 @@ class Remote:
 def fetch(remote: Remote, target: Path, progress: Progress) -> None:
     """Put the file at `target`, which appears only once it is whole and verified.
 
-    What an earlier call has left unfinished is not fetched again. Raises StoreError.
+    What an earlier call has left unfinished is not fetched again; where another process fetches the
+    file, it is waited for. Raises StoreError.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = part_path(remote, target)
+    lock = target.with_name(f".{target.name}.lock")
     try:
-        with unfinished.open("a+b") as file:
-            transfer = _Transfer(remote, file, progress)
-            transfer.run()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with alone(lock, lambda: progress(size_of(unfinished), remote.size)):
+            if not is_whole(target, remote.size):
+                _fetch(remote, unfinished, target, progress)
     except OSError as e:
-        raise StoreError(f"cannot write {unfinished}: {e.strerror or e}") from e
+        raise StoreError(f"cannot write {e.filename or unfinished}: {e.strerror or e}") from e
+
+
+def _fetch(remote: Remote, unfinished: Path, target: Path, progress: Progress) -> None:
+    with unfinished.open("a+b") as file:
+        transfer = _Transfer(remote, file, progress)
+        transfer.run()
     if remote.sha256 is not None and transfer.digest.hexdigest() != remote.sha256:
         unfinished.unlink()
         raise StoreError(
@@ -58,6 +66,11 @@ def fetch(remote: Remote, target: Path, progress: Progress) -> None:
             f"{remote.sha256}: it was removed, try again"
         )
     os.replace(unfinished, target)
+
+
+def is_whole(target: Path, size: int) -> bool:
+    """Whether the file is here; it is by its size."""
+    return target.is_file() and size_of(target) == size
 
 
 def part_path(remote: Remote, target: Path) -> Path:
@@ -69,8 +82,7 @@ def check_space(files: Iterable[tuple[Remote, Path]], folder: Path) -> None:
     """Raise StoreError, with both numbers, when what is missing of `files` does not fit."""
     missing = 0
     for remote, target in files:
-        part = part_path(remote, target)
-        missing += remote.size - (part.stat().st_size if part.exists() else 0)
+        missing += remote.size - size_of(part_path(remote, target))
     free = shutil.disk_usage(folder).free
     if missing + SPARE_BYTES > free:
         raise StoreError(

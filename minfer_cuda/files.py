@@ -1,16 +1,24 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, and by one process at a time."""
 
 from __future__ import annotations
 
 import errno
 import os
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+if sys.platform == "win32":
+    import msvcrt
+else:
+    import fcntl
+
 PART_SUFFIX = ".part"  # of what is not whole yet
+WAIT_S = 0.1  # between two attempts to get a lock
 
 
 @contextmanager
@@ -37,3 +45,58 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 
 def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
+
+
+@contextmanager
+def alone(lock: Path, waiting: Callable[[], None]) -> Iterator[None]:
+    """Inside, no other process is inside with the same `lock`, a file that exists meanwhile.
+
+    `waiting` is called at each attempt that fails. The system lets go of the lock of a process that
+    dies, however it does. Raises OSError where no lock can be made.
+    """
+    file = _locked(lock, waiting)
+    try:
+        yield
+    finally:
+        with suppress(PermissionError):  # Windows keeps what is open
+            lock.unlink(missing_ok=True)
+        file.close()
+
+
+def _locked(path: Path, waiting: Callable[[], None]) -> IO[bytes]:
+    while True:
+        file = path.open("ab")
+        if _lock(file.fileno()) and _is_at(path, file.fileno()):
+            return file
+        file.close()
+        waiting()
+        time.sleep(WAIT_S)
+
+
+def _lock(number: int) -> bool:
+    try:
+        if sys.platform == "win32":
+            msvcrt.locking(number, msvcrt.LK_NBLCK, 1)
+        else:
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES, errno.EDEADLK):
+            return False
+        raise
+    return True
+
+
+def _is_at(path: Path, number: int) -> bool:
+    """Whether the open file still has its name: who had it locked before has removed it."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(number))
+    except FileNotFoundError:
+        return False
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file; 0 where there is none, any more or yet."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from minfer_cuda import download, store
 from minfer_cuda.download import Remote
@@ -22,7 +22,7 @@ def pull(reference: str, progress: store.Progress) -> store.Model:
     place, files = _offered(reference)
     root = store.folder()
     todo = [(remote, root / place / name) for name, remote in files.items()]
-    todo = [(r, target) for r, target in todo if not _is_there(target, r.size)]
+    todo = [(r, target) for r, target in todo if not download.is_whole(target, r.size)]
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as e:
@@ -32,10 +32,6 @@ def pull(reference: str, progress: store.Progress) -> store.Model:
         download.fetch(remote, target, partial(progress, target.name))
     paths = tuple(root / place / name for name in files)
     return store.Model(store.title(list(files)), reference, paths)
-
-
-def _is_there(target: Path, size: int) -> bool:
-    return target.is_file() and target.stat().st_size == size
 
 
 def _offered(reference: str) -> tuple[PurePosixPath, Mapping[str, Remote]]:

@@ -11,7 +11,7 @@ from typing import Any
 from minfer_cuda.chat_template import ChatTemplate
 from minfer_cuda.config import Qwen2Config
 from minfer_cuda.engine import Engine, Stats, Token
-from minfer_cuda.errors import UsageError
+from minfer_cuda.errors import DeviceError, UsageError
 from minfer_cuda.gguf import GGUFFile
 from minfer_cuda.grammar import Grammar, GrammarVocabulary, Matcher
 from minfer_cuda.runners import make_runner
@@ -264,8 +264,10 @@ class LLM:
         """Free the weights and the cache; closing again does nothing."""
         if self._open:
             self._open = False
-            self.engine.runner.close()
-            self.file.close()
+            try:
+                self.engine.runner.close()
+            finally:
+                self.file.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -276,7 +278,11 @@ class LLM:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except DeviceError:
+            if error is None:
+                raise  # else it is the same failure again
 
     def _say(self, notice: str) -> None:
         self.notices.append(notice)

@@ -15,8 +15,8 @@ from pathlib import Path, PurePosixPath
 import platformdirs
 
 from minfer_cuda.errors import StoreError, UsageError
+from minfer_cuda.files import PART_SUFFIX, size_of
 
-PART_SUFFIX = ".part"  # of an unfinished download
 SPLIT = re.compile(r"(?P<base>.*)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf", re.IGNORECASE)
 WORD = r"[A-Za-z0-9][\w.-]*"
 HF = re.compile(rf"hf:(?P<repo>{WORD}/{WORD})(?::(?P<choice>.+))?")
@@ -36,7 +36,7 @@ class Model:
     @property
     def size(self) -> int:
         """Bytes of all parts."""
-        return sum(path.stat().st_size for path in self.paths)
+        return sum(map(size_of, self.paths))
 
 
 def folder() -> Path:

@@ -291,20 +291,22 @@ class CudaRunner:
         return read_bandwidth(self._device)
 
     def close(self) -> None:
-        """Wait for what runs, then free every buffer."""
-        self._device.synchronize()
-        self._unread.clear()
-        for name in (
-            "_steps",
-            "model",
-            "ops",
-            "cache",
-            "sampler",
-            "_weights",
-            "_buffers",
-            "_logits",
-        ):
-            delattr(self, name)
+        """Wait for what runs, then free every buffer, also those of a device that was lost."""
+        try:
+            self._device.synchronize()
+        finally:
+            self._unread.clear()
+            for name in (
+                "_steps",
+                "model",
+                "ops",
+                "cache",
+                "sampler",
+                "_weights",
+                "_buffers",
+                "_logits",
+            ):
+                delattr(self, name)
 
     def _check_memory(self, file: GGUFFile, device: Any) -> None:
         """Refuse a model that cannot fit, saying what would."""
