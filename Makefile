@@ -1,7 +1,7 @@
 # make demo and make test do all the set-up on a machine with Python, make and a package index.
 # PYTHON=/path/to/python uses that interpreter as it is: no virtual environment, nothing installed.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-model test-gpu sanitize endurance lint format docs resources clean
+.PHONY: help demo test test-model test-gpu sanitize endurance fuzz audit lint format docs resources clean
 
 VENV := .venv
 PY := $(or $(PYTHON),$(VENV)/bin/python)
@@ -10,6 +10,8 @@ READY := $(if $(PYTHON),,$(VENV)/.installed)
 GPU_PY := $(or $(PYTHON),$(wildcard $(VENV)/bin/python),python3)
 MODEL := models/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf
 WORKERS ?= auto
+SECONDS ?= 60
+TARGETS ?=
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -17,6 +19,10 @@ help:  ## show this list
 $(VENV)/.installed: pyproject.toml
 	python3 -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --disable-pip-version-check -e ".[test]"
+	@touch $@
+
+$(VENV)/.%: $(VENV)/.installed
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -e ".[$*]"
 	@touch $@
 
 $(MODEL): | $(READY)
@@ -42,6 +48,12 @@ sanitize:  ## compute-sanitizer over the kernels, on a GPU; writes tests/sanitiz
 
 endurance:  ## 100,000 tokens in 500 requests of MODEL, on a GPU; the result goes to benchmarks/results
 	$(GPU_PY) benchmarks/endurance.py $(MODEL)
+
+fuzz: $(if $(PYTHON),,$(VENV)/.fuzz)  ## fuzz every target (or TARGETS="gguf ...") for SECONDS=60 each
+	$(PY) tests/fuzz/run.py --seconds $(SECONDS) $(TARGETS)
+
+audit: $(if $(PYTHON),,$(VENV)/.audit)  ## look the dependencies up among known vulnerabilities
+	$(PY) scripts/audit.py $(AUDIT)
 
 lint: $(READY)  ## ruff and mypy
 	$(PY) -m ruff check .

@@ -113,8 +113,9 @@ def check(file: GGUFFile) -> list[str]:
 
 def _not_finite(file: GGUFFile, info: TensorInfo) -> str | None:
     if info.quant.unpack is None:
-        kind = info.type_name
-        return None if kind in INTEGERS else f"tensor {info.name} ({kind}): its values are not known"
+        if info.type_name in INTEGERS:
+            return None
+        return f"tensor {info.name} ({info.type_name}): its values are not known"
     step = max(1, CHECK_BYTES // info.row_bytes)
     bad, first = 0, None
     for start in range(0, info.n_rows, step):

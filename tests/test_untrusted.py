@@ -486,3 +486,34 @@ def test_a_file_without_a_name_is_called_by_its_path_made_printable(tmp_path):
     path = ggufs.write_gguf(tmp_path / "a\x1b[2J.gguf", **SMALL, drop=["general.name"])
     with GGUFFile.open(path) as file:
         assert Qwen2Config.from_gguf(file).name == "a\\x1b[2J"
+
+
+# the audit of the dependencies
+
+SOUND = {"name": "numpy", "version": "2", "vulns": []}
+BAD = {"name": "x", "version": "1", "vulns": [{"id": "CVE-1", "fix_versions": ["1.1"]}]}
+SKIPPED = {"name": "y", "skip_reason": "not found"}
+OURS = {"name": "minfer-cuda", "skip_reason": "editable"}
+
+
+@pytest.mark.parametrize(
+    ("packages", "told", "expected"),
+    [
+        ([SOUND, OURS], "", "sound"),
+        ([SOUND, BAD, SKIPPED], "", "vulnerable"),
+        ([SOUND, SKIPPED], "", "incomplete"),
+        ([SKIPPED, OURS], "", "unreachable"),
+        ([], "requests.exceptions.ConnectionError: no route", "unreachable"),
+        ([], "No module named pip_audit", "incomplete"),
+        ([], "", "incomplete"),
+    ],
+)
+def test_an_audit_passes_only_what_was_looked_up(packages, told, expected):
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        from audit import verdict
+    finally:
+        sys.path.pop(0)
+    found, lines = verdict(packages, told)
+    assert found == expected and lines
+    assert ("no known vulnerability" in lines[0]) == (expected == "sound")
