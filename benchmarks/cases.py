@@ -17,8 +17,8 @@ from minfer_cuda.kernels.attention import plan as attention_plan
 from minfer_cuda.kernels.layouts import Activations, matrix_bytes
 from minfer_cuda.kernels.matmul import ARRIVALS, PARTIALS, matmul
 from minfer_cuda.kernels.matmul_f16 import ARRIVALS as F16_ARRIVALS
+from minfer_cuda.kernels.matmul_f16 import HALVES, gate_up_f16, halve, matmul_f16, with_peak
 from minfer_cuda.kernels.matmul_f16 import PARTIALS as F16_PARTIALS
-from minfer_cuda.kernels.matmul_f16 import gate_up_f16, halve, matmul_f16, with_peak
 from minfer_cuda.kernels.matmul_float import matmul_float
 from minfer_cuda.kernels.matvec import matvec, matvec_gate_up, matvec_qkv
 from minfer_cuda.kernels.norm import rms_norm
@@ -286,15 +286,16 @@ def _of_size(size: str, options: Namespace) -> Iterator[Case]:
         if by_name(type_name).block_size > 1:
             most = type_name if options.types else types("attn_q")[0]
             yield qkv(size, shape, (most, most, type_name))
-    for matrix in matrices(("gate", "down")):
+    for short, type_name, n, k in matrices(("gate", "down")):
         for rows in options.rows:
-            yield linear(size, *matrix, rows=rows)
+            if type_name not in HALVES:
+                yield linear(size, short, type_name, n, k, rows)
     for rows in options.rows:
         for short, type_name, n, k in matrices(("o", "down")):
-            if by_name(type_name).block_size > 1:
+            if type_name != "F32":
                 yield linear_f16(size, short, type_name, n, k, rows)
         for type_name in types("ffn_gate"):
-            if by_name(type_name).block_size > 1:
+            if type_name != "F32":
                 yield gate_up_f16_case(size, shape, type_name, rows)
     for depth in options.depths:
         yield attention_case(size, shape, 1, depth)

@@ -140,9 +140,15 @@ __device__ inline float value_lift(const float* peak) {
     else
         return lift_of(*peak);
 }
-__device__ inline uint32_t lifted_pair(uint32_t x, uint32_t y, float lift) {
-    return pair_bits(
-        __floats2half2_rn(__fmul_rn(__uint_as_float(x), lift), __fmul_rn(__uint_as_float(y), lift)));
+// Two values of BF16 times a power of two, exact.
+__device__ inline uint32_t lifted(uint32_t pair, float by) {
+    const __nv_bfloat162 v =
+        __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&pair), __float2bfloat162_rn(by));
+    return *reinterpret_cast<const uint32_t*>(&v);
+}
+// Two float32 as halves.
+__device__ inline uint32_t half_bits_of(uint32_t x, uint32_t y) {
+    return pair_bits(__floats2half2_rn(__uint_as_float(x), __uint_as_float(y)));
 }
 // What undoes a matrix's lift in its products.
 template <class Q>
@@ -167,18 +173,18 @@ __device__ inline const uint8_t* record_of(const F16Arguments& a, int row_tile, 
 // change places by row: the 16 lanes that read of four rows at once (row_fragments) meet all banks.
 template <class Q, class T>
 __device__ inline void copy_rows(char* to, const F16Arguments& a, int row_tile, int chunk) {
-    constexpr unsigned kRowBytes = Chunk<Q>::kStripBytes / 8, kPieces = kRowBytes / 16;
-    constexpr unsigned kAtOnce = T::kThreads / kPieces;  // rows
-    static_assert(T::kRows % kAtOnce == 0 && kAtOnce % 8 == 0, "");
-    const unsigned thread = thread_again(), piece = thread % kPieces, first = thread / kPieces;
-    const int64_t row_bytes = static_cast<int64_t>(a.k) * Q::kBytes, at = chunk * kRowBytes + piece * 16;
+    constexpr int kRowBytes = Chunk<Q>::kStripBytes / 8, kPieces = kRowBytes / 16;
+    constexpr int kAtOnce = T::kThreads / kPieces;  // rows: a strip of each matrix of a gated product
+    static_assert(kAtOnce == 16 && T::kRows % kAtOnce == 0, "");
+    const int thread = thread_again(), piece = thread % kPieces, first = thread / kPieces;
+    const int row_bytes = a.k * Q::kBytes, at = chunk * kRowBytes + piece * 16;
+    const uint8_t* from = (a.up && first >= 8 ? a.up : a.w) + at;
+    const int step = a.up ? 8 : 16, row0 = row_tile * (T::kRows / 16) * step + (a.up ? first % 8 : first);
     to += first * kRowBytes + (piece ^ (first & 3) << 1) * 16;
 #pragma unroll
-    for (unsigned j = 0; j < T::kRows / kAtOnce; ++j) {
-        const int s = (first + j * kAtOnce) / 8, strip = row_tile * T::kStrips + s;
-        const int row = min((a.up ? strip / 2 : strip) * 8 + static_cast<int>(first % 8), a.n - 1);
-        const uint8_t* from = (a.up && (s & 1) ? a.up : a.w) + row * row_bytes + at;
-        copy_async16(to + j * kAtOnce * kRowBytes, from, at < row_bytes);
+    for (int j = 0; j < T::kRows / kAtOnce; ++j) {
+        const int row = min(row0 + j * step, a.n - 1);
+        copy_async16(to + j * kAtOnce * kRowBytes, from + static_cast<int64_t>(row) * row_bytes, at < row_bytes);
     }
 }
 
@@ -292,8 +298,9 @@ __device__ inline void row_fragments(uint32_t (&a)[2][4], const uint8_t* rows, u
             if constexpr (kAsIs<Q>) {
                 a[h][r] = __byte_perm(w.x, w.y, 0x5410), a[h][2 + r] = __byte_perm(w.x, w.y, 0x7632);
             } else {
-                a[h][r] = lifted_pair(w.x << 16, w.y << 16, lifts[r]);
-                a[h][2 + r] = lifted_pair(w.x & 0xffff0000u, w.y & 0xffff0000u, lifts[r]);
+                const uint32_t x = lifted(w.x, lifts[r]), y = lifted(w.y, lifts[r]);
+                a[h][r] = half_bits_of(x << 16, y << 16);
+                a[h][2 + r] = half_bits_of(x & 0xffff0000u, y & 0xffff0000u);
             }
         }
 }

@@ -213,8 +213,9 @@ def tiny_cases():
     return [
         cases.linear("tiny", "o", "Q4_K", 16, 256, rows=1),
         cases.linear("tiny", "o", "Q5_0", 16, 256, rows=3),
-        cases.linear("tiny", "o", "F16", 16, 256, rows=2),
+        cases.linear("tiny", "o", "F32", 16, 256, rows=2),
         cases.linear_f16("tiny", "o", "Q4_0", 16, 256, rows=3),
+        cases.linear_f16("tiny", "o", "BF16", 16, 256, rows=2),
         cases.gate_up_f16_case("tiny", TINY, "Q4_0", rows=2),
         cases.gate_up("tiny", TINY, "Q4_0"),
         cases.qkv("tiny", TINY, ("Q4_0", "Q4_0", "Q8_0")),

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import test_attention_kernels as attention
 import test_linear_kernels as linear
+import test_matmul_f16 as f16
 import test_rope_kernels as rope
 import test_sampling_kernels as sampling
 from devices import simt_device
@@ -86,6 +88,14 @@ def float_product(device: SimtDevice) -> None:
     linear.test_float_products_equal_float64(device, by_name("F16"), 2)
 
 
+def halves(device: SimtDevice) -> None:
+    scratch = {
+        "partials": device.empty(f16.PARTIALS, np.float32),
+        "arrivals": device.zeros(f16.ARRIVALS, np.int32),
+    }
+    f16.test_products_of_float_types_equal_float64(device, scratch, by_name("F16"), 9)
+
+
 def prefill(device: SimtDevice) -> None:
     attention.test_many_tokens_see_the_past_and_no_later_token(device, 17, 7, 64, 100, "float16")
 
@@ -148,6 +158,10 @@ FAULTS = [
           "\n    __syncthreads();", splits, "race", "x[n] = reinterpret_cast<const float4"),
     Fault("partials without a fence", "matmul.cu", "__threadfence();\n        __syncthreads();",
           "\n        __syncthreads();", split_matmul, "race", "load_coherent(a.partial"),
+    Fault("read past the last column", "matmul_f16.cu", "row_bytes, at < row_bytes)", "row_bytes)",
+          halves, "out of bounds", "copy_async16(to + j * kAtOnce * kRowBytes"),
+    Fault("a row's sections not where they are read", "matmul_f16.cu", "(first & 3) << 1",
+          "(first & 1) << 1", halves, "values"),
     Fault("misaligned vector", "matvec.cu", "return shared_bytes() + max(",
           "return shared_bytes() + 4 + max(", normed_matvec, "misaligned", "sums[i >> 5] ="),
 ]  # fmt: skip

@@ -113,6 +113,10 @@ inline __half2 __hfma2(__half2 a, __half2 b, __half2 c) {
 inline float __bfloat162float(__nv_bfloat16 b) { return b; }
 inline __nv_bfloat16 __float2bfloat16(float f) { return __nv_bfloat16(f); }
 inline __nv_bfloat16 __float2bfloat16_rn(float f) { return __nv_bfloat16(f); }
+inline __nv_bfloat162 __float2bfloat162_rn(float f) { return {__nv_bfloat16(f), __nv_bfloat16(f)}; }
+inline __nv_bfloat162 __hmul2(__nv_bfloat162 a, __nv_bfloat162 b) {
+    return {__nv_bfloat16(float(a.x) * float(b.x)), __nv_bfloat16(float(a.y) * float(b.y))};
+}
 inline unsigned short __bfloat16_as_ushort(__nv_bfloat16 b) { return b.bits; }
 inline __nv_bfloat16 __ushort_as_bfloat16(unsigned short u) {
     __nv_bfloat16 b;
