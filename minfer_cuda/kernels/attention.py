@@ -172,7 +172,8 @@ def attention(
     kernel = device.kernel("attention", name)
     shape = _Shape(tokens, heads, kv_heads, context, how.alone_keys, how.min_keys)
     arguments = (q, k_cache, v_cache, position, out, qs, ds, h, hs, partials, arrivals, shape)
-    cluster = how.splits if decode and 1 < how.splits <= device.cluster_limit else 1
+    whole = decode and how.splits == DECODE_SPLITS  # each block merges one slice
+    cluster = how.splits if whole and how.splits <= device.cluster_limit else 1
     kernel(how.grid, 32 * warps, *arguments, shared=how.shared_bytes(warps), cluster=cluster)
 
 
