@@ -14,13 +14,11 @@ from pathlib import Path
 
 import pytest
 from command_line import ROOT
-from conftest import tiny_vocabulary
 from fuzz import targets
 from ggufs import RawGGUF, array, key_value, tensor_entry, text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cli import commands
 from cli.main import COMMANDS as CLI_COMMANDS
 
 CORPUS = Path(__file__).with_name("fuzz") / "corpus"
@@ -113,11 +111,6 @@ def test_built_files_are_refused_or_sound(file):
     targets.gguf(file.build())
 
 
-KEYS = sorted(tiny_vocabulary()) + [
-    "tokenizer.chat_template", "tokenizer.chat_templates", "tokenizer.ggml.eot_token_id",
-    "tokenizer.ggml.fim_pre_token_id", "general.sampling.temp", "general.sampling.top_k",
-    "general.sampling.min_p", "general.sampling.penalty_last_n",
-]  # fmt: skip
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
@@ -126,7 +119,7 @@ JSON = st.recursive(
 
 
 @settings(max_examples=150)
-@given(st.dictionaries(st.sampled_from(KEYS), JSON, min_size=1, max_size=3))
+@given(st.dictionaries(st.sampled_from(targets.KEYS), JSON, min_size=1, max_size=3))
 def test_metadata_of_any_shape_is_refused_or_used(changes):
     targets.metadata(json.dumps(changes).encode())
 
@@ -177,17 +170,8 @@ def test_any_cut_of_any_text_gives_the_same_text_and_stop(head, words):
     targets.stops(head + "".join(words).encode())
 
 
-JINJA = [
-    "{{ ", " }}", "{% ", " %}", "{# ", " #}", "{%- ", " -%}", "for m in messages", "endfor", "else",
-    "if m.content", "endif", "set a = ", "set n = namespace(a=[])", "set n.a = n", "n.a", "m.role",
-    "messages", "tools", " | tojson", " | length", ".rsplit(", ".zfill(9)", "macro f(x)",
-    "endmacro", "f(1)", "'a'", "1", " ~ ", " + ", "(", ")", "[", "]", "{", "}", ".", "|",
-    "raise_exception('x')", "generation", "endgeneration", "bos_token", "<|im_end|>",
-]  # fmt: skip
-
-
 @settings(max_examples=150)
-@given(st.lists(st.sampled_from(JINJA), max_size=14).map("".join))
+@given(st.lists(st.sampled_from(targets.JINJA), max_size=14).map("".join))
 def test_built_templates_render_or_are_refused(source):
     targets.template(source.encode())
 
@@ -233,9 +217,10 @@ def test_any_arguments_end_with_a_code_and_no_traceback(command, data):
     targets.options("\0".join(arguments).encode("utf-8", "surrogateescape"))
 
 
-NAMED = sorted({name for command in commands.COMMANDS for name in command.names})
 ARGUMENTS = ["", "temp 0", "temp nan", "seed 1", "top_k x", "max_tokens 0", "a", "\x1b[2J", "é"]
-LINES = st.builds("{} {}".format, st.sampled_from(NAMED), st.sampled_from(ARGUMENTS))
+LINES = st.builds(
+    "{} {}".format, st.sampled_from(sorted(targets.WORDS["chat"])), st.sampled_from(ARGUMENTS)
+)
 
 
 @settings(max_examples=60)

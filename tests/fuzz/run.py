@@ -30,8 +30,17 @@ def fuzz(name: str, options: list[str]) -> None:
     sys.path[:0] = [str(ROOT), str(HERE.parent), str(HERE)]
     with atheris.instrument_imports(include=["minfer_cuda", "cli"]):
         import targets
+    if words := targets.WORDS.get(name):
+        dictionary = Path(tempfile.gettempdir(), f"{name}.dict")
+        dictionary.write_text("".join(f'"{_escaped(word)}"\n' for word in words))
+        options.append(f"-dict={dictionary}")
     atheris.Setup([sys.argv[0], *options], targets.TARGETS[name])
     atheris.Fuzz()
+
+
+def _escaped(word: str) -> str:
+    """As libFuzzer's dictionaries have it."""
+    return "".join(f"\\x{byte:02x}" for byte in word.encode())
 
 
 def start(name: str, seconds: int, scratch: str) -> subprocess.Popen[str]:
@@ -41,8 +50,6 @@ def start(name: str, seconds: int, scratch: str) -> subprocess.Popen[str]:
     largest = max(path.stat().st_size for path in seeds.iterdir())
     options = [f"-max_total_time={seconds}", f"-artifact_prefix={seeds}/found-", *LIMITS]
     options += [f"-max_len={max(1024, 2 * largest)}", "-print_final_stats=1"]
-    if (dictionary := HERE / f"{name}.dict").exists():
-        options.append(f"-dict={dictionary}")
     command = [sys.executable, __file__, "--one", name, *options, str(new), str(seeds)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": scratch}
     return subprocess.Popen(

@@ -23,6 +23,7 @@ import ggufs
 import typer
 from conftest import tiny_vocabulary
 
+from cli import commands
 from cli.entries import piped_entries
 from cli.generate import read_prompt
 from cli.main import app
@@ -316,7 +317,7 @@ def minfer(arguments: list[str]) -> None:
 
 
 @functools.cache
-def command() -> Callable[..., None]:
+def command() -> typer.core.TyperGroup:
     """The command line, made only once: that takes longer than most of what it does here."""
     return typer.main.get_command(app)
 
@@ -359,3 +360,23 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
         gguf, metadata, tokens, stops, template, session, saved_logits, options, chat
     )
 }  # fmt: skip
+
+JINJA = [
+    "{{ ", " }}", "{% ", " %}", "{# ", " #}", "{%- ", " -%}", "for m in messages", "endfor", "else",
+    "if m.content", "endif", "set a = ", "set n = namespace(a=[])", "set n.a = n", "n.a", "m.role",
+    "messages", "tools", " | tojson", " | length", ".rsplit(", ".zfill(9)", "macro f(x)",
+    "endmacro", "f(1)", "'a'", "1", " ~ ", " + ", "(", ")", "[", "]", "{", "}", ".", "|",
+    "raise_exception('x')", "generation", "endgeneration", "bos_token", "<|im_end|>",
+]  # fmt: skip
+KEYS = [
+    *tiny_vocabulary(), "tokenizer.chat_template", "tokenizer.chat_templates", "split.count",
+    "tokenizer.ggml.eot_token_id", "tokenizer.ggml.fim_pre_token_id", "general.sampling.temp",
+    "general.sampling.top_k", "general.sampling.min_p", "general.sampling.penalty_last_n",
+]  # fmt: skip
+WORDS: dict[str, list[str]] = {  # that inputs of a target are made of
+    "template": JINJA,
+    "gguf": ["GGUF", "general.alignment", *KEYS],
+    "metadata": KEYS,
+    "chat": [name for c in commands.COMMANDS for name in c.names],
+    "options": sorted({o for c in command().commands.values() for p in c.params for o in p.opts}),
+}
