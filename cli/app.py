@@ -82,6 +82,11 @@ def say(text: str, style: str = "") -> None:
     print(styled(shown, style, sys.stderr) if style else shown, file=sys.stderr, flush=True)
 
 
+def counted(n: int, noun: str) -> str:
+    """As in "1 message", "2 messages"."""
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
 def complain(text: str) -> None:
     """Print an error on stderr, red where there are colours."""
     say(text, "red")

@@ -13,7 +13,7 @@ import typer
 from minfer_cuda.errors import UsageError
 
 from . import options
-from .app import say
+from .app import counted, say
 from .entries import Entry, piped_entries
 from .files import read_text
 from .model import Sampling, Settings, open_model
@@ -70,6 +70,8 @@ def chat(
         temperature, top_k, top_p, min_p, repeat_penalty, frequency_penalty, presence_penalty, seed
     )
     sampling.check()
+    if session is not None and not session.parent.is_dir():
+        raise UsageError(f"--session: there is no folder {session.parent}")
     first = []
     if prompt_file is not None:
         first.append(Entry(read_text(prompt_file).removesuffix("\n"), literal=True))
@@ -82,8 +84,10 @@ def chat(
         choices = Choices(params, max_tokens, stop or [], hide_thinking)
         repl = Repl(llm, conversation, choices, session)
         typed = sys.stdin.isatty() and sys.stdout.isatty()
-        if typed and not single_turn:
+        if sys.stdin.isatty() and not single_turn:
             say(f"{llm.config.name}, context {llm.n_ctx}. /help lists the commands.")
+            if not typed:
+                say("note: stdout is no terminal: one message a line, without a prompt")
         repl.run(chain(first, entries(typed)), single_turn, patient=typed)
 
 
@@ -101,7 +105,7 @@ def begin(
         conversation.load(session)
         if system is not None:
             conversation.set_system(system)
-        say(f"note: going on from the {len(conversation.turns)} messages in {session}")
+        say(f"note: going on from {counted(len(conversation.turns), 'message')} in {session}")
     return conversation
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from minfer_cuda.errors import UsageError
 
-from .app import say
+from .app import counted, say
 
 if TYPE_CHECKING:
     from minfer_cuda.sampling import SamplingParams
@@ -41,10 +41,13 @@ def run(repl: Repl, line: str) -> None:
 
 
 def _help(repl: Repl, rest: str) -> None:
-    rows = [(", ".join(c.names) + f" {c.argument}".rstrip(), c.help) for c in COMMANDS]
-    width = max(len(left) for left, _ in rows)
-    say("\n".join(f"{left:<{width}}  {text}" for left, text in rows))
+    _list([(", ".join(c.names) + f" {c.argument}".rstrip(), c.help) for c in COMMANDS])
     say(KEYS)
+
+
+def _list(rows: Sequence[tuple[str, object]]) -> None:
+    width = max(len(left) for left, _ in rows)
+    say("\n".join(f"{left:<{width}}  {right}" for left, right in rows))
 
 
 def _exit(repl: Repl, rest: str) -> None:
@@ -74,7 +77,7 @@ def _system(repl: Repl, rest: str) -> None:
 
 def _set(repl: Repl, rest: str) -> None:
     if not rest:
-        say(_sampling(repl))
+        _list(list(_settings(repl).items()))
         return
     name, *values = rest.split()
     name = name.replace("-", "_")
@@ -131,11 +134,11 @@ def setting_names() -> list[str]:
     return [*SHORT, *sampling_options(), "max_tokens"]
 
 
-def _sampling(repl: Repl) -> str:
+def _settings(repl: Repl) -> dict[str, Any]:
     values = {name: getattr(repl.choices.params, name) for name in sampling_options()}
     values["seed"] = "random" if values["seed"] is None else values["seed"]
     values["max_tokens"] = repl.choices.max_tokens or "none"
-    return ", ".join(f"{name} {value}" for name, value in values.items())
+    return values
 
 
 def _show(repl: Repl, rest: str) -> None:
@@ -145,12 +148,12 @@ def _show(repl: Repl, rest: str) -> None:
     rows = [
         ("model", f"{llm.config.name} ({llm.file.path.name})"),
         ("runs on", llm.engine.runner.describe()),
-        ("sampling", _sampling(repl)),
+        ("sampling", ", ".join(f"{name} {value}" for name, value in _settings(repl).items())),
         ("system", "the template's" if system is None else _shortened(system)),
-        ("context", f"{used} / {llm.n_ctx} tokens, {len(conversation.turns)} messages"),
+        ("context", f"{used} / {llm.n_ctx} tokens, {counted(len(conversation.turns), 'message')}"),
         ("last answer", repl.last or "none yet"),
     ]
-    say("\n".join(f"{name:<12} {value}" for name, value in rows))
+    _list(rows)
 
 
 def _stats(repl: Repl, rest: str) -> None:
@@ -159,7 +162,7 @@ def _stats(repl: Repl, rest: str) -> None:
     decoded = totals.generated_tokens - totals.answers  # the first of each belongs to the prefill
     decode = max(decoded, 0) / totals.decode_seconds if totals.decode_seconds else 0.0
     say(
-        f"{totals.answers} answers: {totals.new_tokens} prompt tokens computed "
+        f"{counted(totals.answers, 'answer')}: {totals.new_tokens} prompt tokens computed "
         f"({prefill:.1f} tok/s), {totals.kept_tokens} kept, {totals.generated_tokens} generated "
         f"({decode:.1f} tok/s), {totals.prefill_seconds + totals.decode_seconds:.1f} s"
     )
@@ -174,12 +177,13 @@ def _file(rest: str, command: str) -> str:
 def _save(repl: Repl, rest: str) -> None:
     path = _file(rest, "/save")
     repl.conversation.save(path)
-    repl.note(f"{len(repl.conversation.turns)} messages saved to {path}")
+    repl.note(f"{counted(len(repl.conversation.turns), 'message')} saved to {path}")
 
 
 def _load(repl: Repl, rest: str) -> None:
     repl.conversation.load(_file(rest, "/load"))
-    repl.note(f"{len(repl.conversation.turns)} messages; the next answer goes on from them")
+    held = counted(len(repl.conversation.turns), "message")
+    repl.note(f"{held} read; the next answer goes on from there")
     repl.save()
 
 
@@ -189,7 +193,7 @@ def _tokens(repl: Repl, rest: str) -> None:
     from .tokens import table
 
     ids = repl.llm.tokenizer.encode(rest, parse_special=False)
-    say(f"{table(ids, repl.llm.tokenizer)}\n{len(ids)} tokens")
+    say(f"{table(ids, repl.llm.tokenizer)}\n{counted(len(ids), 'token')}")
 
 
 def _shortened(text: str, width: int = 60) -> str:
@@ -198,8 +202,10 @@ def _shortened(text: str, width: int = 60) -> str:
 
 
 COMMANDS: Sequence[Command] = (
-    Command(("/help",), "", "this list", _help),
-    Command(("/exit", "/quit"), "", "leave (also Ctrl-D, or Ctrl-C twice at the prompt)", _exit),
+    Command(("/help", "/?"), "", "this list", _help),
+    Command(
+        ("/exit", "/quit", "/bye"), "", "leave (also Ctrl-D, or Ctrl-C twice at the prompt)", _exit
+    ),
     Command(("/clear",), "", "forget the conversation; the system message stays", _clear),
     Command(("/regen",), "", "answer the last message anew", _regen),
     Command(("/undo",), "", "take the last message and its answer back", _undo),

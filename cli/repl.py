@@ -18,7 +18,7 @@ from minfer_cuda.errors import (
 
 from . import commands
 from .answer import Printer, stream
-from .app import complain, one_line, say
+from .app import complain, counted, one_line, say
 from .entries import Entry
 from .model import closing_line, draws_at_random
 from .thinking import begins_in_thought
@@ -88,7 +88,8 @@ class Repl:
         """Until the entries end or a command leaves; one message only when `single_turn`.
 
         `patient`: an interrupt that comes just after a reply has ended does not leave the chat.
-        Raises SessionError when the session file is not up to date at the end.
+        Raises SessionError when the session file is not up to date at the end, and what the only
+        message of a `single_turn` has failed by.
         """
         for entry in entries:
             try:
@@ -98,13 +99,20 @@ class Repl:
                     raise
                 self.conversation.rollback()
                 answered = True
+            except (ContextFullError, TemplateError) as e:  # nothing has changed
+                if single_turn:
+                    raise
+                self.complain(e)
+                answered = False
             if self.leaving or (single_turn and answered):
                 break
         if self._unsaved and self.session is not None:
             self.conversation.save(self.session)
 
     def handle(self, entry: Entry) -> bool:
-        """Deal with one entry; whether it was a message that the model answered."""
+        """Deal with one entry; whether it was a message that the model answered. Raises
+        ContextFullError and TemplateError, and nothing has changed, for one that it cannot be
+        given."""
         if not entry.text.strip():
             return False
         if entry.text.startswith("/") and not entry.literal:
@@ -115,12 +123,7 @@ class Repl:
             except MinferError as e:
                 self.complain(e)
             return False
-        try:
-            ids = self.conversation.begin_turn(entry.text)
-        except (ContextFullError, TemplateError) as e:  # nothing has changed
-            self.complain(e)
-            return False
-        self.reply(ids)
+        self.reply(self.conversation.begin_turn(entry.text))
         return True
 
     def complain(self, error: MinferError) -> None:
@@ -134,9 +137,8 @@ class Repl:
     def reply(self, ids: list[int]) -> None:
         """Generate for a prompt, print, keep. An interrupt keeps what was said until then."""
         if dropped := self.conversation.dropped:
-            self.note(
-                f"note: the context is full: the {dropped} oldest messages and answers dropped"
-            )
+            oldest = counted(dropped, "message")
+            self.note(f"note: the context is full: the oldest {oldest} dropped, with the answers")
         printer = Printer(begins_in_thought(ids, self.llm.tokenizer), self.choices.hide_thinking)
         completion: Completion | None = None
         try:

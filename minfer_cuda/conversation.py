@@ -126,7 +126,8 @@ class Conversation:
             with replacing(path) as file:
                 file.write(text.encode("utf-8"))
         except OSError as error:
-            raise SessionError(f"cannot save the conversation to {path}: {error}") from error
+            why = error.strerror or error
+            raise SessionError(f"cannot save the conversation to {path}: {why}") from error
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Take the turns from a file that `save` wrote. SessionError, and no change to the turns
@@ -205,7 +206,8 @@ def _read_turns(path: str | os.PathLike[str]) -> tuple[Turn, ...]:
     try:
         messages = json.loads(Path(path).read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise SessionError(f"cannot read the conversation in {path}: {error}") from error
+        why = getattr(error, "strerror", None) or error
+        raise SessionError(f"cannot read the conversation in {path}: {why}") from error
     if not isinstance(messages, list):
         raise SessionError(f"{path} is not a conversation: a list of messages is expected")
     return tuple(_turn(message, i, path) for i, message in enumerate(messages, 1))

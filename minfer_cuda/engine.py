@@ -20,6 +20,9 @@ from minfer_cuda.errors import ContextFullError, UsageError
 from minfer_cuda.sampling import SamplingParams
 
 
+SEED_BITS = 32  # of a seed that is drawn: short enough to be typed again
+
+
 @dataclass(frozen=True)
 class Token:
     """One sampled token. `logprobs`: the most likely ids with natural-log probabilities, of the
@@ -185,7 +188,7 @@ class Engine:
             raise UsageError(f"max_tokens is {max_tokens}: must be >= 0")
         room = self.n_ctx - len(prompt) + 1
         limit = room if max_tokens is None else min(max_tokens, room)
-        seed = secrets.randbits(64) if params.seed is None else params.seed
+        seed = secrets.randbits(SEED_BITS) if params.seed is None else params.seed
         self.stats = Stats(seed=seed, prompt_tokens=len(prompt))
         return self._generate(prompt, params, limit, end_ids, n_logprobs, constraint, self.stats)
 

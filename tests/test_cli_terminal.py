@@ -146,3 +146,18 @@ def test_generate_has_no_spinner_in_what_is_piped(model):
     with process("generate", model, "hello", *CPU, "-n", "2") as running:
         out, err = running.communicate()
     assert b"\x1b" not in out + err
+
+
+def test_a_chat_that_is_typed_into_but_not_shown_says_how_it_reads(model):
+    """As in `minfer chat MODEL | tee log`."""
+    pty = pytest.importorskip("pty")
+    controller, user = pty.openpty()
+    with process("chat", model, *GREEDY, stdin=user) as running:
+        os.close(user)
+        os.write(controller, b"hello\n\x04")
+        out, err = running.communicate(timeout=60)
+    os.close(controller)
+    assert running.returncode == 0
+    assert b"one message a line" in err
+    assert b"6 generated" in err
+    assert len(out.splitlines()) >= 1
