@@ -98,5 +98,5 @@ def size_of(path: Path) -> int:
     """Bytes of a file; 0 where there is none, any more or yet."""
     try:
         return path.stat().st_size
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return 0

@@ -11,7 +11,7 @@ from typing import Any
 from minfer_cuda.chat_template import ChatTemplate
 from minfer_cuda.config import Qwen2Config
 from minfer_cuda.engine import Engine, Stats, Token
-from minfer_cuda.errors import DeviceError, UsageError
+from minfer_cuda.errors import DeviceError, OutOfMemoryError, UsageError
 from minfer_cuda.gguf import GGUFFile
 from minfer_cuda.grammar import Grammar, GrammarVocabulary, Matcher
 from minfer_cuda.runners import make_runner
@@ -125,8 +125,11 @@ class LLM:
                 progress=progress,
                 notify=self._say,
             )
-        except BaseException:
+        except BaseException as error:
             self.file.close()
+            if isinstance(error, MemoryError):
+                problem = f"this machine has too little memory: {error}"
+                raise OutOfMemoryError(problem) from error
             raise
         self.engine = Engine(runner, self.config)
         self._open = True

@@ -66,13 +66,16 @@ class LogitsWriter:
         self._path = Path(path)
         self._part = self._path.with_name(f"{self._path.name}.part")
         self._missing = len(chunks) * rows_per_chunk(chunks.shape[1])
+        sizes = np.array([chunks.shape[1], n_vocab, len(chunks)], "<i4")
         try:
             self._out = self._part.open("wb")
+            try:
+                self._out.write(MAGIC + sizes.tobytes() + chunks.astype("<i4").tobytes())
+            except BaseException:
+                self._part.unlink()
+                raise
         except OSError as e:
             raise MinferError(f"cannot write {self._part}: {e.strerror}") from None
-        self._out.write(MAGIC)
-        self._out.write(np.array([chunks.shape[1], n_vocab, len(chunks)], "<i4").tobytes())
-        self._out.write(chunks.astype("<i4").tobytes())
 
     def add(self, log_probs: np.ndarray) -> None:
         """The next row, float32 (V,). Raises MinferError where the disk takes no more."""
