@@ -18,7 +18,7 @@ from minfer_cuda.errors import GrammarError, UsageError
 from minfer_cuda.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLMatcher
 
 # Between the parts of a JSON text: nothing, a space, or a new line and its indentation. The library
 # would allow any run, in which a model can go on to the end of the context.
@@ -81,15 +81,13 @@ class GrammarVocabulary:
     def __init__(self, tokenizer: Tokenizer, n_vocab: int):
         """`n_vocab`: rows of logits, at least the vocabulary's size. Raises GrammarError where the
         vocabulary has no end token."""
-        from llguidance import LLTokenizer, TokenizerWrapper
+        from llguidance import LLTokenizer
 
         if not tokenizer.end_ids:
             raise GrammarError("the vocabulary names no end token: a grammar could not end")
-        self._tokenizer: LLTokenizer = LLTokenizer(
-            TokenizerWrapper(_Words(tokenizer)),
-            n_vocab=n_vocab,
-            eos_token=sorted(tokenizer.end_ids),
-        )
+        words: Any = _Words(tokenizer)  # as good as the library's wrapper, whose type it asks for
+        ends = sorted(tokenizer.end_ids)
+        self._tokenizer = LLTokenizer(words, n_vocab=n_vocab, eos_token=ends)
 
     def matcher(self, grammar: Grammar) -> Matcher:
         """A grammar at its beginning. Raises UsageError where it names tokens that do not exist."""
@@ -125,13 +123,18 @@ class Matcher:
         self._check()
 
     def _check(self) -> None:
-        if self._matcher.is_error():
-            raise GrammarError(f"the grammar cannot go on: {plain(self._matcher.get_error())}")
+        if not self._matcher.is_error():
+            return
+        problem = self._matcher.get_error()
+        if "KeyboardInterrupt" in problem:  # Ctrl-C while the library called `_Words`
+            raise KeyboardInterrupt
+        raise GrammarError(f"the grammar cannot go on: {plain(problem)}")
 
 
 class _Words:
-    """What the library asks of a tokenizer."""
+    """What the library asks of a tokenizer: the attributes of its TokenizerWrapper."""
 
+    is_tokenizer_wrapper = True
     bos_token_id = None
 
     def __init__(self, tokenizer: Tokenizer):
@@ -146,9 +149,8 @@ class _Words:
         ]
         self._tokenizer = tokenizer
 
-    def __call__(self, text: bytes) -> list[int]:
-        """The ids of UTF-8 text."""
-        return self._tokenizer.encode(text.decode("utf-8"), parse_special=False)
+    def __call__(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, parse_special=False)
 
 
 def plain(message: str) -> str:

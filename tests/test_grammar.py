@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minfer_cuda import LLM, Grammar
+from minfer_cuda import grammar as grammar_module
 from minfer_cuda.errors import GrammarError, UsageError
 from minfer_cuda.gguf import GGUFFile
 from minfer_cuda.grammar import GrammarVocabulary
@@ -183,6 +184,20 @@ def test_a_matcher_that_fails_says_why(llm):
         matcher.accept(llm.tokenizer.encode("b", False)[0])
     with pytest.raises(GrammarError, match="cannot go on: .+"):
         matcher.mask()
+
+
+def test_an_interrupt_while_the_library_asks_for_tokens_is_an_interrupt(llm, monkeypatch):
+    """The library would make it a failure of its own, and Ctrl-C an error of the grammar."""
+
+    def interrupted(words, text):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(grammar_module._Words, "__call__", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        answer(llm, Grammar.regex("hello world"), temperature=0)
+    assert llm.engine.stats.finish_reason == "interrupted"
+    monkeypatch.undo()
+    assert answer(llm, Grammar.regex("hello"), temperature=0).text == "hello"
 
 
 # ---- masks
