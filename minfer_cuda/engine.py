@@ -19,7 +19,6 @@ from minfer_cuda.config import Qwen2Config
 from minfer_cuda.errors import ContextFullError, UsageError
 from minfer_cuda.sampling import SamplingParams
 
-
 SEED_BITS = 32  # of a seed that is drawn: short enough to be typed again
 
 
