@@ -10,6 +10,7 @@ READY := $(if $(PYTHON),,$(VENV)/.installed)
 GPU_PY := $(or $(PYTHON),$(wildcard $(VENV)/bin/python),python3)
 MODEL := models/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf
 WORKERS ?= auto
+EXTRAS ?= test
 SECONDS ?= 60
 TARGETS ?=
 
@@ -18,8 +19,8 @@ help:  ## show this list
 
 $(VENV)/.installed: pyproject.toml
 	python3 -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --disable-pip-version-check -e ".[test]"
-	@touch $@
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -e ".[$(EXTRAS)]"
+	@touch $@ $(addprefix $(VENV)/.,$(shell echo "$(EXTRAS)" | tr , ' '))
 
 $(VENV)/.%: $(VENV)/.installed
 	$(VENV)/bin/python -m pip install --disable-pip-version-check -e ".[$*]"
