@@ -46,6 +46,7 @@ def run(command: Callable[[], None]) -> None:
             code = SIGNALLED + signal.SIGINT
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is over
         sys.stdout.flush()
     except Unwritable as failure:
         code = 0 if failure.reason.errno == errno.EPIPE else 1

@@ -108,7 +108,7 @@ class LogitsWriter:
 
 
 class SavedLogits:
-    """Such a file, mapped: `chunks` int32 (C, n_ctx) and the rows of each chunk.
+    """Such a file, open: `chunks` int32 (C, n_ctx) and, read when asked for, the rows of each.
 
     Raises MinferError for a file that is none, or is cut short, or has ids outside its vocabulary.
     """
@@ -116,30 +116,44 @@ class SavedLogits:
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
         try:
-            data = np.memmap(self.path, np.uint8, "r")
+            self._file = self.path.open("rb")
+            n_bytes = os.fstat(self._file.fileno()).st_size
         except OSError as e:
             raise self._wrong(e.strerror or str(e)) from None
-        except ValueError:  # an empty file cannot be mapped
-            raise self._wrong("it is empty") from None
-        if data[: len(MAGIC)].tobytes() != MAGIC or len(data) < HEADER:
+        if n_bytes == 0:
+            raise self._wrong("it is empty")
+        if n_bytes < HEADER or self._read(0, len(MAGIC), "u1").tobytes() != MAGIC:
             raise self._wrong("it does not begin with _logits_ and three sizes")
-        n_ctx, self.n_vocab, n_chunks = map(int, data[len(MAGIC) : HEADER].view("<i4"))
+        n_ctx, self.n_vocab, n_chunks = map(int, self._read(len(MAGIC), 3, "<i4"))
         if n_ctx < MIN_CONTEXT or self.n_vocab < 1 or n_chunks < 1:
             sizes = f"{n_chunks} chunks of {n_ctx} tokens, {self.n_vocab} ids"
             raise self._wrong(f"its sizes mean nothing: {sizes}")
-        width = row_width(self.n_vocab)
-        rows_at = HEADER + 4 * n_chunks * n_ctx
-        expected = rows_at + 2 * n_chunks * rows_per_chunk(n_ctx) * width
-        if len(data) != expected:
-            raise self._wrong(f"it has {len(data)} bytes, its header means {expected}")
-        self.chunks = np.array(data[HEADER:rows_at].view("<i4")).reshape(n_chunks, n_ctx)
+        self._rows_at = HEADER + 4 * n_chunks * n_ctx
+        self._shape = rows_per_chunk(n_ctx), row_width(self.n_vocab)
+        expected = self._rows_at + 2 * n_chunks * self._shape[0] * self._shape[1]
+        if n_bytes != expected:
+            raise self._wrong(f"it has {n_bytes} bytes, its header means {expected}")
+        self.chunks = self._read(HEADER, n_chunks * n_ctx, "<i4").reshape(n_chunks, n_ctx)
         if self.chunks.min() < 0 or self.chunks.max() >= self.n_vocab:
             raise self._wrong(f"a token id is not in 0..{self.n_vocab - 1}")
-        self._rows = data[rows_at:].view("<u2").reshape(n_chunks, -1, width)
 
     def rows(self, chunk: int) -> Iterator[np.ndarray]:
         """log p of each scored position of a chunk, float32 (V,)."""
-        return (unpack(row, self.n_vocab) for row in self._rows[chunk])
+        n_rows, width = self._shape
+        at = self._rows_at + 2 * chunk * n_rows * width
+        for row in range(n_rows):
+            yield unpack(self._read(at + 2 * row * width, width, "<u2"), self.n_vocab)
+
+    def _read(self, at: int, count: int, kind: str) -> np.ndarray:
+        """Values of the file, not mapped: a page that someone has cut off would end the process."""
+        try:
+            self._file.seek(at)
+            values = np.fromfile(self._file, kind, count)
+        except OSError as e:
+            raise self._wrong(e.strerror or str(e)) from None
+        if len(values) < count:
+            raise self._wrong("it was cut while it was read")
+        return values
 
     def _wrong(self, what: str) -> MinferError:
         return MinferError(f"{self.path} cannot be used as saved logits: {what}")

@@ -27,6 +27,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -97,7 +98,12 @@ class Shard:
         }
         self._output = (options.into / f"{self.name}.out").open("w")
         self.process = subprocess.Popen(
-            words, cwd=ROOT, env=environment, stdout=self._output, stderr=subprocess.STDOUT
+            words,
+            cwd=ROOT,
+            env=environment,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
 
     def wait(self, deadline: float) -> None:
@@ -105,7 +111,7 @@ class Shard:
         try:
             self.process.wait(max(1.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            self.process.kill()
+            os.killpg(self.process.pid, signal.SIGKILL)  # the tool and what it runs
             self.process.wait()
         self._output.close()
 

@@ -37,7 +37,7 @@ from minfer_cuda.kernels import compiler
 from minfer_cuda.kernels.compiler import Cubin, compile_cubin
 from minfer_cuda.llm import LLM
 from minfer_cuda.runners import numpy_runner
-from minfer_cuda.saved_logits import LogitsWriter
+from minfer_cuda.saved_logits import LogitsWriter, SavedLogits
 
 resource = pytest.importorskip("resource")  # limits, which stand in for a full disk
 PATIENCE_S = 60  # with a loaded machine
@@ -520,6 +520,18 @@ def test_a_model_that_is_cut_in_mid_answer_ends_the_process_in_one_line(own_mode
     errors = [line for line in err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and "was changed while open" in errors[0]
     assert "Traceback" not in err
+
+
+def test_saved_predictions_that_are_cut_while_they_are_read_are_one_error(tmp_path):
+    path = tmp_path / "base.bin"
+    with LogitsWriter(path, np.zeros((2, 8), np.int32), 10) as writer:
+        for _ in range(6):
+            writer.add(np.log(np.full(10, 0.1, np.float32)))
+    saved = SavedLogits(path)
+    assert len(list(saved.rows(1))) == 3
+    os.truncate(path, path.stat().st_size - 10)
+    with pytest.raises(MinferError, match="cut while it was read"):
+        list(saved.rows(1))
 
 
 # ---- memory and the device
