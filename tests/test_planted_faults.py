@@ -108,6 +108,10 @@ def rotate(device: SimtDevice) -> None:
     rope.test_rotation_is_the_float64_formula_within_four_roundings(device)
 
 
+def masked_draw(device: SimtDevice) -> None:
+    sampling.test_the_only_id_that_is_allowed_is_drawn_however_unlikely(device, {"top_k": 40})
+
+
 def draw(device: SimtDevice) -> None:
     sampling.test_any_vocabulary_size_gives_the_host_samplers_tokens(device, 1000, {})
 
@@ -122,6 +126,8 @@ FAULTS = [
           "uninitialised", "multiply_stage<Q, Tile>(acc"),
     Fault("missing barrier", "sampling.cuh", "    __syncthreads();\n    v += warp",
           "\n    v += warp", draw, "uninitialised|race", "x.warps["),
+    Fault("mask read at another bit", "sampling.cu", ">> id % 32 & 1", ">> id % 31 & 1",
+          masked_draw, "values"),
     Fault("missing warp barrier", "sampling.cuh", "__syncwarp();  // all", "// all", draw,
           "race", "s.need = need - before;"),
     Fault("barrier that half the block skips", "matvec.cu", "<0>();\n    __syncthreads();",
