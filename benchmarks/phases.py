@@ -90,7 +90,6 @@ class PartialStep:
     def __init__(self, runner: CudaRunner, device: Any, depth: int):
         self._runner = runner
         self._ops = PartialOps(runner.ops)
-        self._reach = runner.reach(depth + 1)
         device.upload(np.zeros(runner.cache.data.shape, runner.cache.data.dtype), runner.cache.data)
         runner.begin(SamplingParams(), 1, (), frozenset())
         device.upload(np.array([depth], np.int32), into=runner.sampler.position)
@@ -102,7 +101,7 @@ class PartialStep:
         sampler = self._runner.sampler
         for _ in range(steps):
             self._ops.start(without)
-            self._runner.ops.set_step(Step(sampler.token, sampler.position, self._reach))
+            self._runner.ops.set_step(Step(sampler.token, sampler.position))
             self._logits = self._runner.model.forward(self._ops, 1)
             if without != "sampler":
                 sampler.sample(self._logits[-1], advance=0)

@@ -22,7 +22,7 @@ _DECODE_MOST = 32  # rows of a kv head up to which tiles of 8 are taken
 _PREFILL_BLOCKS = 2  # an SM, aimed at; a block streams tiles of 64 keys through two stages
 _PREFILL_KEYS = 256  # that a split takes at least
 _DECODE_KEYS = 128  # that a split takes at least: a tile of 16 for each of 8 warps
-ALONE_KEYS = 256  # up to so many, two rounds of 8 warps cost less than adding up splits
+_ALONE_KEYS = 256  # up to so many, two rounds of 8 warps cost less than adding up splits
 
 
 class _Shape(ctypes.Structure):
@@ -86,7 +86,7 @@ def plan(
     rows_in_all = tokens * (heads // kv_heads)
     decode = rows_in_all <= _DECODE_MOST
     rows = DECODE_ROWS if decode else PREFILL_ROWS
-    alone = ALONE_KEYS if decode else _PREFILL_KEYS
+    alone = _ALONE_KEYS if decode else _PREFILL_KEYS
     least = _DECODE_KEYS if decode else _PREFILL_KEYS
     row_tiles = -(-rows_in_all // rows)
     splits = min(

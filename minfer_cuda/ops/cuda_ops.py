@@ -30,12 +30,10 @@ Normed = Activations | Unnormed  # what rms_norm gives: rows, or a row that its 
 
 @dataclass(frozen=True)
 class Step:
-    """One call of the model: the ids and where the first of them sits, both in device memory, and
-    how many positions at most the last of them sees, which the launches are shaped for."""
+    """One call of the model: the ids and where the first of them sits, both in device memory."""
 
     tokens: DeviceArray  # (T,) int32
     position: DeviceArray  # (1,) int32
-    reach: int
 
 
 class CudaOps:
@@ -66,7 +64,7 @@ class CudaOps:
         self._qkv_biases = qkv_biases
         # (width, one row?) -> logits, what a tap looks at; a captured step keeps the one-row ones
         self._results: dict[tuple[int, bool], DeviceArray] = {}
-        self._step = Step(workspace["tokens"][:1], workspace["position"], cache.data.shape[2])
+        self._step = Step(workspace["tokens"][:1], workspace["position"])
 
     def set_step(self, step: Step) -> None:
         """The ids that `forward` is about to run over."""
@@ -114,7 +112,7 @@ class CudaOps:
     def attention(self, q: DeviceArray, index: int) -> Activations:
         c, keys = self.config, self._cache.keys(index)
         out = self._buffers.activations("mix", q.shape[0])
-        sizes = (c.n_heads, c.n_kv_heads, c.head_dim, self._step.reach, self.device.sm_count)
+        sizes = (c.n_heads, c.n_kv_heads, c.head_dim, keys.shape[0], self.device.sm_count)
         how = attention_plan(q.shape[0], *sizes)
         attention(
             self.device, how, q, keys, self._cache.values(index), self._step.position,

@@ -16,7 +16,6 @@ from minfer_cuda.engine import Token, check_rows, check_sizes
 from minfer_cuda.errors import ContextFullError, NumericsError, OutOfMemoryError, UsageError
 from minfer_cuda.gguf import GGUFFile, TensorInfo
 from minfer_cuda.kernels import Device, DeviceArray
-from minfer_cuda.kernels.attention import ALONE_KEYS
 from minfer_cuda.kernels.layouts import Matrix, matrix_bytes
 from minfer_cuda.kernels.matmul_f16 import instances_up_to, with_peak
 from minfer_cuda.kernels.read import read_bandwidth
@@ -178,9 +177,9 @@ class CudaRunner:
         tokens, position = self._buffers["tokens"][:count], self._buffers["position"]
         self._device.upload(host, into=tokens)
         self._device.upload(np.array([start], np.int32), into=position)
-        step = Step(tokens, position, self.reach(start + count))
+        step = Step(tokens, position)
         if tap is None and n_out == 1 and count <= GRAPH_ROWS:
-            key = ("prefill", count, step.reach, self.ops.fuse_qkv, self.ops.fuse_ffn)
+            key = ("prefill", count, self.ops.fuse_qkv, self.ops.fuse_ffn)
             self._steps.run(key, lambda: self._forward(step, 1))
             self._logits = self._one_row
         else:
@@ -232,17 +231,14 @@ class CudaRunner:
 
     def feed(self, position: int) -> None:
         self._enter(position)
-        reach = self.reach(position + 1)
-        key = ("feed", reach, self.ops.fuse_qkv, self.ops.fuse_ffn)
-        self._steps.run(key, lambda: self._feed(reach))
+        self._steps.run(("feed", self.ops.fuse_qkv, self.ops.fuse_ffn), self._feed)
         self._logits = self._one_row  # a replay runs none of our lines
         self._fed = True
 
     def step(self, position: int) -> None:
         self._enter(position)
-        reach = self.reach(position + 1)
-        key = ("decode", reach, self.ops.fuse_qkv, self.ops.fuse_ffn, *self.sampler.key)
-        self._steps.run(key, lambda: self._decode(reach))
+        key = ("decode", self.ops.fuse_qkv, self.ops.fuse_ffn, *self.sampler.key)
+        self._steps.run(key, self._decode)
         self._logits = self._one_row
         self._next_position, self._fed = position + 1, False
         self._push()
@@ -255,19 +251,14 @@ class CudaRunner:
             self._device.upload(np.array([position], np.int32), into=self.sampler.position)
             self._next_position = position
 
-    def reach(self, end: int) -> int:
-        """What a step whose last position is end - 1 is shaped for, with the same bits: few keys,
-        which attention does not split, or the whole context. Each is a plan of its own."""
-        return min(ALONE_KEYS, self.n_ctx) if end <= ALONE_KEYS else self.n_ctx
-
     # what graphs are captured from
 
-    def _decode(self, reach: int) -> None:
-        self._feed(reach)
+    def _decode(self) -> None:
+        self._feed()
         self._draw(masked=False)
 
-    def _feed(self, reach: int) -> None:
-        self._forward(Step(self.sampler.token, self.sampler.position, reach), 1)
+    def _feed(self) -> None:
+        self._forward(Step(self.sampler.token, self.sampler.position), 1)
 
     def _draw(self, masked: bool) -> None:
         self.sampler.sample(self._one_row[-1], advance=1, masked=masked)
