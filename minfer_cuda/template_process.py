@@ -57,6 +57,7 @@ def render(source: str, values: Mapping[str, Any], now: datetime) -> str:
         try:
             answer = _exchange(process, request)
         except BaseException:  # an interrupt too: the answer would be taken for the next one's
+            process.kill()
             _end()
             raise
         if answer is None:
