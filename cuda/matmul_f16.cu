@@ -2,19 +2,19 @@
 // cores, float32 sums.
 //   y[t, n] = sum_k W[n, k] x[t, k] (+ bias[n]) (+ residual[t, n]), or with a second matrix `up`
 //   neurons[t, n] = silu(sum_k W[n, k] x[t, k]) * sum_k up[n, k] x[t, k], as f16 activations
-//   w, up (N, K) in records (layout 2); peak, up_peak: their largest |scale|, from `peak<Q>`; F16 and
-//   BF16 row-major, K % 8 == 0, the peak of BF16 its largest |value|, F16 without
+//   w, up (N, K) in records (layout 2); peak, up_peak: their largest |scale|, from `peak<Q>`
+//   F16, BF16: row-major, K % 8 == 0; the peak of BF16 is its largest |value|, F16 has none
 //   h (T, Kp) f16, hs (T): f16 activations, x = h * hs, each 128 values in half_offset's order
 // Weights are the rows (M), tokens the columns (N). Both tiles go to shared memory by cp.async, the
 // weights as they are; a warp unpacks its A fragments in registers (quants_f16.cuh), so the loop has
 // no scaling of sums. Scales of the next chunk become {S, M} pairs in a table while this chunk is
 // multiplied: the pairs of a row are made once a block, not once a lane.
-//         F16 goes into the products bit for bit. BF16 is lifted, so that its largest |value| is in
-//         [2^14, 2^15): exact down to 2^-28 of that, to 2^-39 of it below. NaN and Inf stay themselves.
-// Work    a unit is a tile by 128 values of K, of F16 and BF16 by 64. Block i of G takes the whole tiles i, i + G, ... of
-//         `waves` waves, then 1/G of the units of the tiles that are left, in order; a tile shared
-//         by blocks is added up by the one that arrives last, in the order of K (no bit depends on
-//         timing). `arrived` (tiles that are left) is zero before and after.
+// Floats  F16 goes into the products bit for bit. BF16 is lifted, so that its largest |value| is in
+//         [2^14, 2^15): exact down to 2^-28 of that, below to 2^-39 of it. NaN and Inf stay what they are.
+// Work    a unit is a tile by 128 values of K, by 64 of F16 and BF16. Block i of G takes the whole
+//         tiles i, i + G, ... of `waves` waves, then 1/G of the units of the tiles that are left, in
+//         order; a tile shared by blocks is added up by the one that arrives last, in the order of K
+//         (no bit depends on timing). `arrived` (tiles that are left) is zero before and after.
 // Launch  grid = G, block = Tile::kThreads, dynamic shared = Stages stages and two tables.
 // Limits  (H200, 608 TFLOP/s: a m16n8k16 each 6.2 clocks of a quarter SM.) A warp of 64 x 64 and 32
 //         values of K: 64 mma = 397 clocks; 72 (nibbles) to 130 (Q6_K) instructions of unpacking, 10
@@ -264,7 +264,7 @@ __device__ inline void convert_scales(uint32_t* table, const char* stage, int ch
 
 // ---- products -----------------------------------------------------------------------------------------
 // The A fragments of block b of 16 rows, one each half: from records, whose words l keeps from block
-// to block, with the {S, M} pairs at `scales` ...
+// to block, with the {S, M} pairs at `from` ...
 template <class Q>
 __device__ inline void record_fragments(uint32_t (&a)[2][4], typename Q::Lane (&l)[2], const uint8_t* planes,
                                         const uint32_t* from, unsigned lane, int b) {
@@ -286,7 +286,8 @@ __device__ inline void record_fragments(uint32_t (&a)[2][4], typename Q::Lane (&
         for (int h = 0; h < 2; ++h) a[h][r] = pairs[h][0], a[h][2 + r] = pairs[h][1];
     }
 }
-// ... and from rows as they are; `rows` is the lane's first value in row g.
+// ... and from rows as they are: `rows` is where row g and the lane's four values begin, `swizzle` how
+// copy_rows moved its sections.
 template <class Q>
 __device__ inline void row_fragments(uint32_t (&a)[2][4], const uint8_t* rows, unsigned swizzle, int b,
                                      const float (&lifts)[2]) {
