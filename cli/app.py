@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TextIO
 
 import typer
 from typer.core import TyperGroup
@@ -75,11 +76,31 @@ def one_line(e: BaseException | str) -> str:
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
-def say(text: str, style: str = "") -> None:
+def say(text: str, style: str = "", hanging: int = 0) -> None:
     """Print a notice on stderr: stdout has the answer and nothing else. What is not printable is
-    shown as its escape; `style` is one of the terminal's."""
-    shown = "\n".join(map(printable, text.split("\n")))
+    shown as its escape; `style` is one of the terminal's. A line that is too long for the terminal
+    goes on `hanging` columns in."""
+    columns = columns_of(sys.stderr)
+    shown = "\n".join(fitted(printable(line), columns, hanging) for line in text.split("\n"))
     print(styled(shown, style, sys.stderr) if style else shown, file=sys.stderr, flush=True)
+
+
+def columns_of(stream: TextIO) -> int:
+    """The width of the terminal that `stream` is; 0 for anything else."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError):
+        return 0
+
+
+def fitted(line: str, columns: int, hanging: int = 0) -> str:
+    """`line` broken between words where it is longer than `columns` (0: never)."""
+    if not columns or len(line) <= columns:
+        return line
+    indent = " " * (hanging if hanging <= columns // 2 else 2)
+    return textwrap.fill(
+        line, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def counted(n: int, noun: str) -> str:

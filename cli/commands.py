@@ -47,7 +47,7 @@ def _help(repl: Repl, rest: str) -> None:
 
 def _list(rows: Sequence[tuple[str, object]]) -> None:
     width = max(len(left) for left, _ in rows)
-    say("\n".join(f"{left:<{width}}  {right}" for left, right in rows))
+    say("\n".join(f"{left:<{width}}  {right}" for left, right in rows), hanging=width + 2)
 
 
 def _exit(repl: Repl, rest: str) -> None:

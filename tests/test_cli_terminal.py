@@ -2,14 +2,18 @@
 
 import json
 import os
+import re
 import signal
 import struct
 
 import pytest
 from command_line import CPU, GREEDY, PROMPT, Terminal, process
 
+from cli.app import fitted
+
 fcntl = pytest.importorskip("fcntl")  # where there is none, there are no pseudo-terminals
 termios = pytest.importorskip("termios")
+ANSI = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 ENDLESS = ("--device", "cpu", "--n-ctx", "100000", "--ignore-eos")
 
 
@@ -138,6 +142,26 @@ def test_a_terminal_may_change_its_size(chat):
     terminal.type(" world\r")
     terminal.wait_for("generated")
     terminal.wait_for(PROMPT)
+    terminal.type("\x04")
+    assert terminal.exit_code() == 0
+
+
+def test_notices_are_broken_between_words_where_the_terminal_is_narrow(chat):
+    row = "/exit, /quit, /bye  leave (also Ctrl-D, or Ctrl-C twice at the prompt)"
+    indents = [len(line) - len(line.lstrip()) for line in fitted(row, 44, 20).splitlines()]
+    assert indents == [0, 20, 20]
+    assert fitted(row, 0) == fitted(row, len(row)) == row
+    terminal = chat()
+    size = struct.pack("HHHH", 24, 44, 0, 0)
+    fcntl.ioctl(terminal.controller, termios.TIOCSWINSZ, size)
+    for typed, last in (("/help", "said.\r\n"), ("hello", "256")):
+        terminal.type(f"{typed}\r")
+        told = ANSI.sub("", terminal.wait_for(last) + last)
+        terminal.wait_for(PROMPT)
+        assert all(len(line) <= 44 for line in told.splitlines())
+        assert any(
+            words in " ".join(told.split()) for words in (row.split("  ")[1], "length limit,")
+        )
     terminal.type("\x04")
     assert terminal.exit_code() == 0
 
