@@ -7,7 +7,7 @@ import signal
 import struct
 
 import pytest
-from command_line import CPU, GREEDY, PROMPT, Terminal, process
+from command_line import GREEDY, PROMPT, Terminal, process
 
 from cli.app import fitted
 
@@ -167,7 +167,7 @@ def test_notices_are_broken_between_words_where_the_terminal_is_narrow(chat):
 
 
 def test_generate_has_no_spinner_in_what_is_piped(model):
-    with process("generate", model, "hello", *CPU, "-n", "2") as running:
+    with process("generate", model, "hello", *GREEDY) as running:
         out, err = running.communicate()
     assert b"\x1b" not in out + err
 
