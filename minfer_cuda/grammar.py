@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minfer_cuda.errors import GrammarError, UsageError
-from minfer_cuda.tokenizer import Tokenizer
+from minfer_cuda.tokenizer import Tokenizer, well_formed
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 # Between the parts of a JSON text: nothing, a space, or a new line and its indentation. The library
 # would allow any run, in which a model can go on to the end of the context.
 WHITESPACE = r"( |\n[ \t]{0,40})?"
+NOTHING_FITS = "the grammar cannot go on: no token of the vocabulary fits"
 EXCERPT = re.compile(r"\s*(\d+ \||\^+\s*$)")  # a line of the grammar under a message, and its marks
 
 
@@ -39,7 +40,7 @@ class Grammar:
         what cannot be enforced is refused."""
         from llguidance import LLMatcher
 
-        text = schema if isinstance(schema, str) else json.dumps(schema)
+        text = well_formed(schema) if isinstance(schema, str) else json.dumps(schema)
         try:
             source = LLMatcher.grammar_from_json_schema(
                 text, defaults={"whitespace_pattern": WHITESPACE}
@@ -54,7 +55,7 @@ class Grammar:
         from llguidance import grammar_from
 
         try:
-            source = grammar_from("grammar", text)
+            source = grammar_from("grammar", well_formed(text))
         except ValueError as error:
             raise UsageError(f"the grammar cannot be read: {error}") from None
         return cls(source)._checked("grammar")
@@ -64,7 +65,9 @@ class Grammar:
         """All of the answer matches a regular expression without look-around."""
         from llguidance import LLMatcher
 
-        return cls(LLMatcher.grammar_from_regex(pattern))._checked("regular expression")
+        return cls(LLMatcher.grammar_from_regex(well_formed(pattern)))._checked(
+            "regular expression"
+        )
 
     def _checked(self, what: str) -> Grammar:
         from llguidance import LLMatcher
@@ -91,9 +94,10 @@ class GrammarVocabulary:
 
     def matcher(self, grammar: Grammar) -> Matcher:
         """A grammar at its beginning. Raises UsageError where it names tokens that do not exist."""
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, LLParserLimits
 
-        matcher = LLMatcher(self._tokenizer, grammar.source, log_level=0)
+        limits = LLParserLimits(verbose_errors=False)  # messages without the parser's state
+        matcher = LLMatcher(self._tokenizer, grammar.source, log_level=0, limits=limits)
         if matcher.is_error():
             raise UsageError(f"the grammar cannot be used: {plain(matcher.get_error())}")
         return Matcher(matcher)
@@ -115,7 +119,7 @@ class Matcher:
         mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
         self._check()
         if not mask.any():
-            raise GrammarError("no token of the vocabulary goes on with the grammar")
+            raise GrammarError(NOTHING_FITS)
         return mask
 
     def accept(self, token: int) -> None:
@@ -128,6 +132,8 @@ class Matcher:
         problem = self._matcher.get_error()
         if "KeyboardInterrupt" in problem:  # Ctrl-C while the library called `_Words`
             raise KeyboardInterrupt
+        if problem.startswith("NoExtension"):
+            raise GrammarError(NOTHING_FITS)
         raise GrammarError(f"the grammar cannot go on: {plain(problem)}")
 
 
@@ -155,5 +161,5 @@ class _Words:
 
 def plain(message: str) -> str:
     """The library's message without its picture of the grammar."""
-    lines = [line.strip() for line in message.splitlines() if not EXCERPT.match(line)]
-    return " ".join(lines)
+    text = message.removesuffix("<non-verbose/>").strip()
+    return " ".join(line.strip() for line in text.splitlines() if not EXCERPT.match(line))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ PERSON = {
     "required": ["name", "age", "mood", "marks"],
     "additionalProperties": False,
 }
-HOT = SamplingParams(temperature=3.0, top_k=0, top_p=1.0, min_p=0.0)  # of random weights: anything
+HOT = SamplingParams(temperature=3.0, top_k=0, top_p=1.0, min_p=0.0, seed=5)  # anything comes
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +74,7 @@ def fits_person(value) -> bool:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_even_random_weights_answer_in_json_that_the_schema_allows(llm, seed):
-    params = SamplingParams(temperature=3.0, top_k=0, top_p=1.0, min_p=0.0, seed=seed)
+    params = replace(HOT, seed=seed)
     completion = answer(llm, Grammar.json_schema(PERSON), params=params)
     assert completion.finish_reason == "grammar"
     assert fits_person(json.loads(completion.text)), completion.text
@@ -164,6 +165,11 @@ def test_what_cannot_be_read_or_kept_is_refused_in_one_line(make, text, message)
     assert "1 |" not in str(caught.value)
 
 
+def test_bytes_that_are_no_utf8_are_taken_as_everywhere(llm):
+    """An argument's bytes come as lone surrogates; they stand for U+FFFD."""
+    assert answer(llm, Grammar.regex("a\udc80"), temperature=0).text == "a\ufffd"
+
+
 def test_a_token_that_the_model_lacks_is_refused_by_name(llm):
     with pytest.raises(UsageError, match="<nothere>"):
         llm.generate("a", grammar=Grammar.lark("start: <nothere>"))
@@ -177,13 +183,19 @@ def test_a_vocabulary_without_an_end_token_is_refused(tiny_metadata):
         GrammarVocabulary(Tokenizer(tiny_metadata), len(tokens))
 
 
-def test_a_matcher_that_fails_says_why(llm):
-    """As a grammar that grows too complex would: here by a token that was not allowed."""
-    matcher = GrammarVocabulary(llm.tokenizer, llm.config.n_vocab).matcher(Grammar.regex("ab"))
-    with pytest.raises(GrammarError, match="cannot go on: .+"):
-        matcher.accept(llm.tokenizer.encode("b", False)[0])
-    with pytest.raises(GrammarError, match="cannot go on: .+"):
-        matcher.mask()
+@pytest.mark.parametrize(
+    ("grammar", "why"),
+    [
+        (Grammar.lark('start: start "a"'), "no token of the vocabulary fits"),
+        (Grammar.regex("(a{1000}){1000}{1000}"), "too many expressions constructed$"),
+    ],
+    ids=["nothing", "complex"],
+)
+def test_a_grammar_that_cannot_go_on_says_why_and_leaves_no_cache(llm, grammar, why):
+    answer(llm, None, max_tokens=1)
+    with pytest.raises(GrammarError, match=f"cannot go on: .*{why}"):
+        answer(llm, grammar, temperature=0)
+    assert llm.engine.tokens == []
 
 
 def test_an_interrupt_while_the_library_asks_for_tokens_is_an_interrupt(llm, monkeypatch):
