@@ -54,7 +54,7 @@ def test_help_imports_nothing_heavy():
         "print(*{name.split('.')[0] for name in sys.modules})"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    heavy = {"numpy", "cupy", "tokenizers", "minijinja", "prompt_toolkit", "gguf"}
+    heavy = {"numpy", "cupy", "tokenizers", "minijinja", "prompt_toolkit", "gguf", "llguidance"}
     heavy |= {"huggingface_hub", "rich"}
     assert done.returncode == 0, done.stderr
     assert heavy & set(done.stdout.split()) == set()
