@@ -196,7 +196,7 @@ def attention_case(size: str, shape: Size, rows: int, depth: int) -> Case:
     def prepare(bed: Bed) -> Work:
         device = bed.device
         sizes = (shape.heads, shape.kv_heads, shape.head_dim)
-        how = attention_plan(rows, *sizes, context, device.sm_count)
+        how = attention_plan(rows, *sizes, context, device.sm_count, device.cluster_limit)
         copies = min(bed.copies(cache_bytes), 64)
         one = (context, shape.kv_heads, shape.head_dim)
         caches = [[bed.normal(*one, dtype=np.float16) for _ in "kv"] for _ in range(copies)]

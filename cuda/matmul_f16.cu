@@ -2,7 +2,7 @@
 // cores, float32 sums.
 //   y[t, n] = sum_k W[n, k] x[t, k] (+ bias[n]) (+ residual[t, n]), or with a second matrix `up`
 //   neurons[t, n] = silu(sum_k W[n, k] x[t, k]) * sum_k up[n, k] x[t, k], as f16 activations
-//   w, up (N, K) in records (layout 2); peak, up_peak: their largest |scale|, from `peak<Q>`
+//   matrices (N, K), alone, or up to three above each other as one, in records (layout 2); peak, up_peak: their largest |scale|, from `peak<Q>`
 //   F16, BF16: row-major, K % 8 == 0; the peak of BF16 is its largest |value|, F16 has none
 //   h (T, Kp) f16, hs (T): f16 activations, x = h * hs, each 128 values in half_offset's order
 // Weights are the rows (M), tokens the columns (N). Both tiles go to shared memory by cp.async, the
@@ -34,8 +34,9 @@ struct Tile {
     static constexpr int kThreads = WarpsM * WarpsN * kWarp;
     static constexpr int kRows = WarpsM * MTiles * 16, kStrips = kRows / 8;
     static constexpr int kTokens = WarpsN * NTiles * 8;
-    static constexpr int kBlocks = 256 / kThreads;  // an SM: 255 registers a thread
     static constexpr int kSums = MTiles * NTiles * 4;  // of a thread
+    static constexpr bool kFew = kSums <= 16;  // as many warps an SM as loads need, not registers
+    static constexpr int kBlocks = (kFew ? 512 : 256) / kThreads;  // an SM: 128 or 255 registers a thread
 };
 
 // The thread's place in its block; cheap to find again, so that no register holds it for long.
@@ -74,8 +75,8 @@ struct Stage {  // activations, planes or rows of the chunk, scales of the chunk
 };
 
 struct F16Arguments {
-    const uint8_t *w, *up;          // up null: a plain product
-    const float *peak, *up_peak;    // (1)
+    const uint8_t* w[3];            // one matrix, or up to three above each other; gated: gate, up
+    const float *peak, *up_peak;    // (1); of matrices above each other one for all
     const uint8_t* h;
     const float* hs;
     const float *bias, *residual;   // null: none; residual may be y
@@ -84,9 +85,11 @@ struct F16Arguments {
     float* neuron_scale;
     float* partial;                 // (2 G, tile) sums of shared tiles
     int* arrived;
-    int n, k, tokens, stride;       // stride of y and residual, in floats
+    int n, k, tokens, stride;       // n: rows in all, gated of one; stride of y and residual, in floats
     int token_tiles, chunks;        // tiles of a row of tiles, chunks of K
     int waves, whole, units;        // whole waves and their tiles; units of the tiles that are left
+    int begins[2];                  // row tiles where the second and third matrix begin
+    int gated;
 };
 
 // ---- sharing out the work ---------------------------------------------------------------------------
@@ -96,14 +99,15 @@ __device__ inline int first_unit(const F16Arguments& a, int block) {
 __device__ inline int owner(const F16Arguments& a, int unit) {
     return (static_cast<int64_t>(unit + 1) * gridDim.x - 1) / a.units;
 }
-// Where block `block` puts its sums of shared tile `tile`: it may have two such tiles.
-__device__ inline int share_slot(const F16Arguments& a, int block, int tile) {
-    return 2 * block + (first_unit(a, block) / a.chunks != tile);
+// Where block `block` puts its sums of a shared tile: it may have two such tiles. `first`: the block that
+// begins the tile, after the end of another or not; all others begin inside it.
+__device__ inline int share_slot(const F16Arguments& a, int block, int first, int tile) {
+    return 2 * block + (block == first && first_unit(a, first) < tile * a.chunks);
 }
 
-// A block's units in order: `chunk` of `tile`, tile < 0 at the end.
+// A block's units in order: `chunk` of `tile`, tile < 0 at the end. `row_tile` of all matrices.
 struct Cursor {
-    int tile, chunk, end, wave, unit;
+    int tile, chunk, end, wave, unit, row_tile;
     __device__ explicit Cursor(const F16Arguments& a) : wave(0), unit(first_unit(a, blockIdx.x)) { next_tile(a); }
     __device__ void next_tile(const F16Arguments& a) {
         const int last = first_unit(a, blockIdx.x + 1);
@@ -119,7 +123,9 @@ struct Cursor {
             unit += end - chunk;
         } else {
             tile = -1;
+            return;
         }
+        row_tile = tile / a.token_tiles;
     }
     __device__ void advance(const F16Arguments& a) {
         if (++chunk == end) next_tile(a);
@@ -160,50 +166,63 @@ __device__ inline float undo_lift(const float* peak) {
 }
 
 // ---- staging ------------------------------------------------------------------------------------------
-// Record `record` of strip `s` of a row tile. A gated product takes strips of both matrices in turn,
-// so that rows g and g + 8 of a fragment are gate and up of one neuron. Past the last strip: the last.
+// The matrix of a row tile, which of its row tiles it is, and rows from its first on.
+struct Source {
+    const uint8_t* w;
+    int row_tile, rows;
+    __device__ Source(const F16Arguments& a, int tile, int tile_rows) {
+        const int matrix = (tile >= a.begins[0]) + (tile >= a.begins[1]);
+        const int begin = matrix == 0 ? 0 : a.begins[matrix - 1];
+        w = a.w[matrix];
+        row_tile = tile - begin;
+        rows = a.n - begin * tile_rows;
+    }
+};
+
+// Bytes `at` of record `record` of strip `s` of a row tile. A gated product takes strips of both matrices in
+// turn, so that rows g and g + 8 of a fragment are gate and up of one neuron. Past the last strip: the last.
 template <class Q, class T>
-__device__ inline const uint8_t* record_of(const F16Arguments& a, int row_tile, int s, int record) {
-    const int at = row_tile * T::kStrips + s, strip = min(a.up ? at / 2 : at, ceil_div(a.n, 8) - 1);
-    const int64_t strip_bytes = ceil_div(a.k, Q::kRecK) * Q::kRecord;
-    return (a.up && (s & 1) ? a.up : a.w) + strip * strip_bytes + record * Q::kRecord;
+__device__ inline const uint8_t* record_of(const F16Arguments& a, const Source& from, int s, unsigned record, unsigned at) {
+    const int first = from.row_tile * T::kStrips + s, strip = min(a.gated ? first / 2 : first, ceil_div(from.rows, 8) - 1);
+    const unsigned strip_bytes = ceil_div(a.k, Q::kRecK) * Q::kRecord;  // a matrix has less than 4 GiB
+    return (a.gated && (s & 1) ? a.w[1] : from.w) + (strip * strip_bytes + record * Q::kRecord + at);
 }
 
 // The rows of a row tile's strips, the last again past the last, zeros past K. Sections of 32 bytes
 // change places by row: the 16 lanes that read of four rows at once (row_fragments) meet all banks.
 template <class Q, class T>
-__device__ inline void copy_rows(char* to, const F16Arguments& a, int row_tile, int chunk) {
+__device__ inline void copy_rows(char* to, const F16Arguments& a, const Source& source, int chunk) {
     constexpr int kRowBytes = Chunk<Q>::kStripBytes / 8, kPieces = kRowBytes / 16;
     constexpr int kAtOnce = T::kThreads / kPieces;  // rows: a strip of each matrix of a gated product
     static_assert(kAtOnce == 16 && T::kRows % kAtOnce == 0, "");
     const int thread = thread_again(), piece = thread % kPieces, first = thread / kPieces;
     const int row_bytes = a.k * Q::kBytes, at = chunk * kRowBytes + piece * 16;
-    const uint8_t* from = (a.up && first >= 8 ? a.up : a.w) + at;
-    const int step = a.up ? 8 : 16, row0 = row_tile * (T::kRows / 16) * step + (a.up ? first % 8 : first);
+    const uint8_t* from = (a.gated && first >= 8 ? a.w[1] : source.w) + at;
+    const int step = a.gated ? 8 : 16, row0 = source.row_tile * (T::kRows / 16) * step + (a.gated ? first % 8 : first);
     to += first * kRowBytes + (piece ^ (first & 3) << 1) * 16;
 #pragma unroll
     for (int j = 0; j < T::kRows / kAtOnce; ++j) {
-        const int row = min(row0 + j * step, a.n - 1);
+        const int row = min(row0 + j * step, source.rows - 1);
         copy_async16(to + j * kAtOnce * kRowBytes, from + static_cast<int64_t>(row) * row_bytes, at < row_bytes);
     }
 }
 
 template <class Q, class T>
-__device__ inline void copy_chunk(char* stage, const F16Arguments& a, int row_tile, int token_tile, int chunk) {
+__device__ inline void copy_chunk(char* stage, const F16Arguments& a, const Cursor& c) {
     constexpr int kTokenBytes = Stage<Q, T>::kTokenBytes;
     constexpr unsigned kPieces = kTokenBytes / 16, kAtOnce = T::kThreads / kPieces;  // tokens
     static_assert(T::kTokens % kAtOnce == 0 && kAtOnce % 2 == 0, "");
     const unsigned thread = thread_again(), piece = thread % kPieces, first = thread / kPieces;
     char* to = stage + first * kTokenBytes + (piece ^ (first & 1) << 2) * 16;
-    const uint8_t* from = a.h + chunk * kTokenBytes + piece * 16;
-    const int64_t row_bytes = ceil_div(a.chunks, 128 / Chunk<Q>::kValues) * 128 * 2;
+    const int row_bytes = ceil_div(a.chunks, 128 / Chunk<Q>::kValues) * 128 * 2, row0 = (c.tile - c.row_tile * a.token_tiles) * T::kTokens + first;
+    const uint8_t* from = a.h + (static_cast<int64_t>(row0) * row_bytes + c.chunk * kTokenBytes + piece * 16);
 #pragma unroll
     for (unsigned j = 0; j < T::kTokens / kAtOnce; ++j) {
-        const int row = token_tile * T::kTokens + static_cast<int>(first + j * kAtOnce);
-        copy_async16(to + j * kAtOnce * kTokenBytes, from + row * row_bytes, row < a.tokens);
+        copy_async16(to + j * kAtOnce * kTokenBytes, from + j * kAtOnce * row_bytes, row0 + static_cast<int>(j * kAtOnce) < a.tokens);
     }
+    const Source source(a, c.row_tile, T::kRows);
     if constexpr (Q::kFloat) {
-        copy_rows<Q, T>(stage + Stage<Q, T>::kPlanes, a, row_tile, chunk);
+        copy_rows<Q, T>(stage + Stage<Q, T>::kPlanes, a, source, c.chunk);
     } else {
         constexpr unsigned kPlanePieces = Q::kChunkBytes / 16, kCopies = T::kStrips * kPlanePieces;
 #pragma unroll
@@ -211,32 +230,31 @@ __device__ inline void copy_chunk(char* stage, const F16Arguments& a, int row_ti
             const unsigned i = j + thread;
             if (kCopies % T::kThreads == 0 || i < kCopies)
                 copy_async16(stage + Stage<Q, T>::kPlanes + i * 16,
-                             record_of<Q, T>(a, row_tile, i / kPlanePieces, chunk / Q::kChunks) +
-                                 chunk % Q::kChunks * Q::kChunkBytes + i % kPlanePieces * 16);
+                             record_of<Q, T>(a, source, i / kPlanePieces, c.chunk / Q::kChunks,
+                                             c.chunk % Q::kChunks * Q::kChunkBytes + i % kPlanePieces * 16));
         }
     }
 }
 
 template <class Q, class T>
-__device__ inline void copy_scales(char* stage, const F16Arguments& a, int row_tile, int chunk) {
+__device__ inline void copy_scales(char* stage, const F16Arguments& a, const Cursor& c) {
     if constexpr (!Q::kFloat) {
         constexpr unsigned kPieces = kScaleBytes<Q> / 16, kCopies = T::kStrips * kPieces;
         const unsigned thread = thread_again();
+        const Source source(a, c.row_tile, T::kRows);
 #pragma unroll
         for (unsigned j = 0; j < kCopies; j += T::kThreads) {
             const unsigned i = j + thread;
             if (kCopies % T::kThreads == 0 || i < kCopies)
                 copy_async16(stage + Stage<Q, T>::kScales + i * 16,
-                             record_of<Q, T>(a, row_tile, i / kPieces, chunk / Q::kChunks) + Q::kScales +
-                                 i % kPieces * 16);
+                             record_of<Q, T>(a, source, i / kPieces, c.chunk / Q::kChunks, Q::kScales + i % kPieces * 16));
         }
     }
 }
 
 // {S, M} of chunk C of a record for all rows of the tile, in the order in which `multiply` reads them.
 template <class Q, class T, int C>
-__device__ inline void convert_scales(uint32_t* table, const uint8_t* scales, const F16Arguments& a) {
-    const float lift = lift_of(*a.peak), up_lift = a.up ? lift_of(*a.up_peak) : lift;
+__device__ inline void convert_scales(uint32_t* table, const uint8_t* scales, const float (&lifts)[2]) {
     constexpr int kHalves = Chunk<Q>::kHalves;
 #pragma unroll
     for (unsigned row = thread_again(); row < T::kRows; row += T::kThreads) {
@@ -248,17 +266,17 @@ __device__ inline void convert_scales(uint32_t* table, const uint8_t* scales, co
 #pragma unroll
             for (int h = 0; h < kHalves; ++h)
                 table[(((strip / 2 * 4 + b) * 8 + g) * 2 + strip % 2) * kHalves + h] =
-                    half_scale<Q>(scale_of<Q>(l, C, b, h), minimum_of<Q>(l, C, b, h), strip % 2 ? up_lift : lift);
+                    half_scale<Q>(scale_of<Q>(l, C, b, h), minimum_of<Q>(l, C, b, h), strip % 2 ? lifts[1] : lifts[0]);
     }
 }
 template <class Q, class T>
-__device__ inline void convert_scales(uint32_t* table, const char* stage, int chunk, const F16Arguments& a) {
+__device__ inline void convert_scales(uint32_t* table, const char* stage, int chunk, const float (&lifts)[2]) {
     if constexpr (!Q::kFloat) {
         const uint8_t* scales = reinterpret_cast<const uint8_t*>(stage) + Stage<Q, T>::kScales;
         if (Q::kChunks == 1 || chunk % 2 == 0)
-            convert_scales<Q, T, 0>(table, scales, a);
+            convert_scales<Q, T, 0>(table, scales, lifts);
         else
-            convert_scales<Q, T, Q::kChunks - 1>(table, scales, a);
+            convert_scales<Q, T, Q::kChunks - 1>(table, scales, lifts);
     }
 }
 
@@ -351,7 +369,7 @@ __device__ inline bool add_shares(float (&acc)[T::kMTiles][T::kNTiles][4], const
     float* sums = &acc[0][0][0];
     const int first = owner(a, tile * a.chunks), last = owner(a, (tile + 1) * a.chunks - 1);
     constexpr int64_t kFloats = static_cast<int64_t>(T::kSums) * T::kThreads;
-    float* own = a.partial + share_slot(a, blockIdx.x, tile) * kFloats + threadIdx.x;
+    float* own = a.partial + share_slot(a, blockIdx.x, first, tile) * kFloats + threadIdx.x;
 #pragma unroll
     for (int i = 0; i < T::kSums; ++i) own[i * T::kThreads] = sums[i];
     __shared__ int order;
@@ -366,13 +384,24 @@ __device__ inline bool add_shares(float (&acc)[T::kMTiles][T::kNTiles][4], const
     __threadfence();
 #pragma unroll
     for (int i = 0; i < T::kSums; ++i) sums[i] = 0.0f;
-    for (int block = first; block <= last; ++block) {
-        const float* from = a.partial + share_slot(a, block, tile) * kFloats + threadIdx.x;
+    constexpr int kAtOnce = T::kFew ? 4 : 1;  // shares under way
+    for (int block = first; block <= last; block += kAtOnce) {
+        float shares[kAtOnce][T::kSums];
 #pragma unroll
-        for (int i = 0; i < T::kSums; ++i) {
-            sums[i] = __fadd_rn(sums[i], load_coherent(from + i * T::kThreads));
-            if (i % 16 == 15) __syncwarp();  // no more loads at once than there are registers left
+        for (int j = 0; j < kAtOnce; ++j) {
+            const int64_t slot = share_slot(a, min(block + j, last), first, tile);
+            const float* from = a.partial + slot * kFloats + threadIdx.x;
+#pragma unroll
+            for (int i = 0; i < T::kSums; ++i) {
+                shares[j][i] = load_coherent(from + i * T::kThreads);
+                if (i % 16 == 15 && !T::kFew) __syncwarp();  // no more loads at once than there are registers left
+            }
         }
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j)
+#pragma unroll
+            for (int i = 0; i < T::kSums; ++i)
+                if (block + j <= last) sums[i] = __fadd_rn(sums[i], shares[j][i]);
     }
     return true;
 }
@@ -449,7 +478,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks) matmul_f16(F16Argumen
 #endif
     char* stages = shared_bytes();
     uint32_t* tables = reinterpret_cast<uint32_t*>(stages + Stages * Stage<Q, T>::kBytes);
-    const float lifts[2] = {value_lift<Q>(a.peak), value_lift<Q>(a.up ? a.up_peak : a.peak)};  // of rows g, g + 8
+    const float lifts[2] = {value_lift<Q>(a.peak), value_lift<Q>(a.gated ? a.up_peak : a.peak)};  // of rows g, g + 8
 
     Cursor at(a), ahead = at;  // ahead: the unit whose scales are copied next, one before its chunk
     int slot = 0;  // stage of `at`
@@ -459,20 +488,20 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks) matmul_f16(F16Argumen
     };
     auto load = [&](char* to) {
         if (ahead.tile >= 0) {
-            copy_chunk<Q, T>(to, a, ahead.tile / a.token_tiles, ahead.tile % a.token_tiles, ahead.chunk);
+            copy_chunk<Q, T>(to, a, ahead);
             ahead.advance(a);
-            if (ahead.tile >= 0) copy_scales<Q, T>(to, a, ahead.tile / a.token_tiles, ahead.chunk);
+            if (ahead.tile >= 0) copy_scales<Q, T>(to, a, ahead);
         }
         copy_async_commit();
     };
 
-    copy_scales<Q, T>(stage(Stages - 1), a, at.tile / a.token_tiles, at.chunk);
+    copy_scales<Q, T>(stage(Stages - 1), a, at);
     copy_async_commit();
 #pragma unroll 1
     for (int i = 0; i < Stages - 1; ++i) load(stage(i));
     copy_async_wait<Stages - 1>();
     __syncthreads();
-    convert_scales<Q, T>(tables, stage(Stages - 1), at.chunk, a);
+    convert_scales<Q, T>(tables, stage(Stages - 1), at.chunk, lifts);
     int parity = 0;  // table of `at`
 
     while (at.tile >= 0) {
@@ -484,7 +513,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks) matmul_f16(F16Argumen
             load(stage(Stages - 1));
             at.advance(a);
             if (at.tile >= 0)
-                convert_scales<Q, T>(tables + (parity ^ 1) * Stage<Q, T>::kTable, stage(0), at.chunk, a);
+                convert_scales<Q, T>(tables + (parity ^ 1) * Stage<Q, T>::kTable, stage(0), at.chunk, lifts);
             multiply<Q, T>(acc, stage(0), tables + parity * Stage<Q, T>::kTable, lifts);
             slot = slot + 1 < Stages ? slot + 1 : 0;
             parity ^= 1;
@@ -498,7 +527,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks) matmul_f16(F16Argumen
         const int lane = place.lane, warp_m = place.warp_m, warp_n = place.warp_n;
         const int row0 = tile / a.token_tiles * T::kRows + warp_m * T::kMTiles * 16;
         const int token0 = tile % a.token_tiles * T::kTokens + warp_n * T::kNTiles * 8 + (lane & 3) * 2;
-        if (a.up)
+        if (a.gated)
             write_neurons<Q, T>(acc, a, row0 / 2 + (lane >> 2), token0);
         else
             write_rows<Q, T>(acc, a, row0 + (lane >> 2), token0);

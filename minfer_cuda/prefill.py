@@ -9,7 +9,7 @@ from minfer_cuda.quants import QuantType
 VARIABLE = "MINFER_PREFILL"  # int8 or f16 forces one, for quantised types
 F16_FROM_ARCH = 80  # before, the kernels' stages exceed the shared memory
 F16_ARCHS = (80, 90, 100)  # f16 products with float32 sums at their full rate, elsewhere at half
-INT8_ROWS = 16  # there f16 is as fast at 16 rows and up to 2.5 times at more (7B Q4_K, H200)
+INT8_ROWS = 1  # there f16 is faster from two rows on (1.1 to 2.5 times, 7B Q4_K, H200)
 
 
 def most_int8_rows(arch: int, forced: str | None = None) -> int | None:

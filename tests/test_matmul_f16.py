@@ -21,6 +21,8 @@ from minfer_cuda.kernels.matmul_f16 import (
     halve,
     matmul_f16,
     plan,
+    stack,
+    with_one_peak,
     with_peak,
 )
 from minfer_cuda.kernels.norm import rms_norm
@@ -318,6 +320,40 @@ def test_a_weight_that_is_not_finite_reaches_its_own_row_alone(
     result = device.download(y)
     assert np.array_equal(result[:, 4], np.full(3, bad), equal_nan=True)
     assert np.all(np.delete(result, 4, axis=1) == 48.0)
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q5_0", "BF16", "F16"])
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_matrices_above_each_other_are_one_product(
+    device: Device, scratch: dict[str, object], name: str, tokens: int
+) -> None:
+    """q, k and v of a layer: 256, 128 and 72 rows, of which the last may end inside a tile."""
+    quant, rng, k = by_name(name), np.random.default_rng(17), 256
+    parts = [matrix(device, rng, quant, n, k) for n in (256, 128, 72)]
+    (matrices,) = stack(with_one_peak(device, [w for w, _ in parts]))
+    x = rng.standard_normal((tokens, k)).astype(np.float32)
+    y = nan(device, tokens, 500)
+    matmul_f16(device, matrices, halved(device, x), y, column=20, **scratch)
+    found = device.download(y)
+    values = np.concatenate([w for _, w in parts]).astype(np.float64)
+    error = np.abs(found[:, 20:476] - x.astype(np.float64) @ values.T)
+    assert np.all(error <= bound(values, x, quant))
+    assert np.isnan(found[:, :20]).all() and np.isnan(found[:, 476:]).all()
+
+
+def test_only_neighbours_that_one_launch_can_take_are_stacked(device: Device) -> None:
+    rng = np.random.default_rng(18)
+    q4, q6 = by_name("Q4_K"), by_name("Q6_K")
+    whole, odd = (matrix(device, rng, q4, n, 256)[0] for n in (128, 72))
+    other = matrix(device, rng, q6, 128, 256)[0]
+    a, b, c, d = with_one_peak(device, [whole] * 4)
+    assert stack([a, b, other]) == [(a, b), (other,)]
+    assert stack([a, b, c, d]) == [(a, b, c), (d,)]
+    assert stack([odd, a]) == [(odd,), (a,)]  # ends inside a row tile
+    assert stack([whole, a]) == [(whole,), (a,)]  # another peak
+    with pytest.raises(KernelError, match="2 matrices that are no stack"):
+        empty = Activations.empty(device, 2, 256, f16=True)
+        matmul_f16(device, (whole, other), empty, nan(device, 2, 256), partials=None, arrivals=None)
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q8_0", "Q5_0", *HALVES])

@@ -23,6 +23,7 @@ _PREFILL_BLOCKS = 2  # an SM, aimed at; a block streams tiles of 64 keys through
 _PREFILL_KEYS = 256  # that a split takes at least
 _DECODE_KEYS = 128  # that a split takes at least: a tile of 16 for each of 8 warps
 _ALONE_KEYS = 256  # up to so many, two rounds of 8 warps cost less than adding up splits
+_CLUSTER_KEYS = 16  # both in a cluster, whose splits cost nothing to add up
 
 
 class _Shape(ctypes.Structure):
@@ -77,7 +78,13 @@ class Plan:
 
 @functools.cache
 def plan(
-    tokens: int, heads: int, kv_heads: int, head_dim: int, context: int, sm_count: int
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    context: int,
+    sm_count: int,
+    cluster_limit: int = 1,
 ) -> Plan:
     """The cut for T tokens on a card: keys are split where row tiles alone do not fill the SMs.
 
@@ -94,6 +101,8 @@ def plan(
     )
     splits = DECODE_SPLITS if decode else max(1, splits)
     splits = splits if context > alone else 1
+    if decode and DECODE_SPLITS <= cluster_limit:
+        alone = least = _CLUSTER_KEYS
     return Plan(kv_heads, head_dim, row_tiles, rows, splits, alone, least)
 
 

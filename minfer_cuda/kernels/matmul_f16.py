@@ -21,6 +21,7 @@ PARTIALS = 9 << 20  # most float32 elements of shared tiles' sums (36 MiB)
 ARRIVALS = 4096  # most shared tiles
 HALVES = ("F16", "BF16")  # the float types that are served
 _HALVED = ("Q2_K", "Q3_K", "Q6_K")  # a scale every 16 values: two pairs a block in the table
+_NEVER = 1 << 30  # a row tile past all
 _RESERVED = 1 << 10  # bytes of shared memory that the driver keeps of each block
 
 
@@ -53,13 +54,15 @@ class Tile:
 
     @property
     def blocks(self) -> int:
-        """Blocks that share an SM."""
-        return 256 // self.threads
+        """Blocks that share an SM: Tile::kBlocks."""
+        return (512 if self.sums <= 16 else 256) // self.threads
 
 
 SQUARE = Tile(2, 2, 4, 8, 3200)  # 128 rows x 128 tokens: 290 TFLOP/s at 2,048 tokens
 NARROW = Tile(4, 1, 2, 4, 1150)  # 128 x 32: 175
-TILES = (NARROW, SQUARE)
+FEW = Tile(4, 1, 2, 2, 600)  # 128 x 16
+TILES = (FEW, NARROW, SQUARE)
+ROWS = 128  # of each
 _SHARE_CLOCKS = 25  # to add up another block's part of a tile, for each sum of a thread
 
 
@@ -164,15 +167,10 @@ def instances(types: Sequence[str]) -> list[str]:
     return [*products, *(f"peak<{q.cuda_name}>" for q in quants if has_peak(q)), "halve"]
 
 
-def instances_up_to(device: Device, quant: QuantType, rows: int, cols: int, most: int) -> set[str]:
-    """Those that a matrix (N, K), alone or gated, needs for up to `most` tokens, and its peak's."""
-    sizes = (device.sm_count, device.shared_limit)
-    plans = [
-        plan(quant, rows, cols, tokens, *sizes, gated=gated)
-        for tokens in {min(1 << bits, most) for bits in range(most.bit_length() + 1)}
-        for gated in (False, True)
-    ]
-    products = {instance(quant, how.tile, how.stages) for how in plans}
+def instances_of(device: Device, quant: QuantType) -> set[str]:
+    """Those that the matrices of a type may need on a device."""
+    fitting = {tile: stages(quant, tile, device.shared_limit) for tile in TILES}
+    products = {instance(quant, tile, count) for tile, count in fitting.items() if count >= 2}
     return products | ({f"peak<{quant.cuda_name}>"} if has_peak(quant) else set())
 
 
@@ -180,10 +178,11 @@ class _Arguments(ctypes.Structure):
     """F16Arguments of cuda/matmul_f16.cu."""
 
     _fields_ = [
+        ("w", ctypes.c_void_p * 3),
         *[
             (name, ctypes.c_void_p)
             for name in (
-                *("w", "up", "peak", "up_peak", "h", "hs", "bias", "residual"),
+                *("peak", "up_peak", "h", "hs", "bias", "residual"),
                 *("y", "neurons", "neuron_scale", "partial", "arrived"),
             )
         ],
@@ -194,6 +193,8 @@ class _Arguments(ctypes.Structure):
                 *("token_tiles", "chunks", "waves", "whole", "units"),
             )
         ],
+        ("begins", ctypes.c_int32 * 2),
+        ("gated", ctypes.c_int32),
     ]
 
 
@@ -204,13 +205,33 @@ def has_peak(quant: QuantType) -> bool:
 
 def with_peak(device: Device, w: Matrix) -> Matrix:
     """The matrix with its largest |scale|, or of BF16 |value|, where f16 products need it."""
-    if not has_peak(w.quant):
-        return w
+    return with_one_peak(device, (w,))[0]
+
+
+def with_one_peak(device: Device, matrices: Sequence[Matrix]) -> tuple[Matrix, ...]:
+    """The same of several of one type: the largest of all, so that one launch can take them."""
+    if not has_peak(matrices[0].quant):
+        return tuple(matrices)
     found = device.zeros((1,), np.float32)
-    records = w.rows * w.cols // 4 if w.is_float else ceil_div(w.rows, 8) * w.records
-    kernel = device.kernel("matmul_f16", f"peak<{w.quant.cuda_name}>")
-    kernel(min(ceil_div(records, 8), 4 * device.sm_count), 256, w.data, found, records)
-    return replace(w, peak=found)
+    for w in matrices:
+        records = w.rows * w.cols // 4 if w.is_float else ceil_div(w.rows, 8) * w.records
+        kernel = device.kernel("matmul_f16", f"peak<{w.quant.cuda_name}>")
+        kernel(min(ceil_div(records, 8), 4 * device.sm_count), 256, w.data, found, records)
+    return tuple(replace(w, peak=found) for w in matrices)
+
+
+def stack(weights: Sequence[Matrix]) -> list[tuple[Matrix, ...]]:
+    """The matrices in order, those that one launch can take together: up to three neighbours of one
+    type with one peak, all but the last of whole row tiles."""
+    stacks: list[tuple[Matrix, ...]] = []
+    for w in weights:
+        last = stacks[-1] if stacks else ()
+        alike = last and all((v.quant, v.cols) == (w.quant, w.cols) for v in last)
+        if alike and len(last) < 3 and last[-1].peak is w.peak and last[-1].rows % ROWS == 0:
+            stacks[-1] = (*last, w)
+        else:
+            stacks.append((w,))
+    return stacks
 
 
 def halve(device: Device, x: DeviceArray, out: Activations) -> None:
@@ -223,7 +244,7 @@ def halve(device: Device, x: DeviceArray, out: Activations) -> None:
 
 def matmul_f16(
     device: Device,
-    w: Matrix,
+    weights: Matrix | tuple[Matrix, ...],
     x: Activations,
     y: DeviceArray,
     *,
@@ -236,18 +257,27 @@ def matmul_f16(
 ) -> None:
     """y[:, column : column + N] = x w^T (+ bias) (+ residual), in place.
 
-    w with its peak; x f16 of T rows of K; y, residual (T, stride) float32, may be the same array;
-    bias (N,). Scratch for shared tiles: `partials` float32 of PARTIALS elements, `arrivals` int32
-    of ARRIVALS, zero before the first call and left zero. `tile` forces one.
+    w with its peak, or matrices above each other as `stack` gives them; x f16 of T rows of K; y,
+    residual (T, stride) float32, may be the same array; bias (N,). Scratch for shared tiles:
+    `partials` float32 of PARTIALS elements, `arrivals` int32 of ARRIVALS, zero before the first
+    call and left zero. `tile` forces one.
     """
-    stride = check_output("matmul_f16", y, residual, bias, x.tokens, w.rows, column)
+    matrices = weights if isinstance(weights, tuple) else (weights,)
+    if len(stack(matrices)) != 1:
+        raise KernelError(f"matmul_f16: {len(matrices)} matrices that are no stack()")
+    rows = sum(w.rows for w in matrices)
+    stride = check_output("matmul_f16", y, residual, bias, x.tokens, rows, column)
+    begins = [sum(w.rows for w in matrices[:n]) // ROWS for n in range(1, len(matrices))]
     arguments = _Arguments(
+        w=tuple(w.data.data.ptr for w in matrices),
+        begins=tuple([*begins, _NEVER, _NEVER][:2]),
+        n=rows,
         bias=pointer(bias),
         residual=None if residual is None else residual.data.ptr + 4 * column,
         y=y.data.ptr + 4 * column,
         stride=stride,
     )
-    _launch(device, arguments, w, x, partials, arrivals, tile=tile)
+    _launch(device, arguments, matrices[0], x, partials, arrivals, tile=tile)
 
 
 def gate_up_f16(
@@ -272,10 +302,10 @@ def gate_up_f16(
         )
     expect_halves("gate_up_f16", out, x.tokens, gate.rows)
     arguments = _Arguments(
-        up=up.data.data.ptr, up_peak=pointer(up.peak),
-        neurons=pointer(out.h), neuron_scale=pointer(out.hs),
+        w=(gate.data.data.ptr, up.data.data.ptr), begins=(_NEVER, _NEVER), gated=1,
+        n=gate.rows, up_peak=pointer(up.peak), neurons=pointer(out.h), neuron_scale=pointer(out.hs),
     )  # fmt: skip
-    _launch(device, arguments, gate, x, partials, arrivals, gated=True, tile=tile)
+    _launch(device, arguments, gate, x, partials, arrivals, tile=tile)
 
 
 def _launch(
@@ -286,10 +316,10 @@ def _launch(
     partials: DeviceArray,
     arrivals: DeviceArray,
     *,
-    gated: bool = False,
     tile: Tile | None = None,
 ) -> None:
-    tokens = x.tokens
+    """What `arguments` begin, of matrices like w."""
+    tokens, gated = x.tokens, bool(arguments.gated)
     expect_halves("matmul_f16", x, tokens, w.cols)
     if w.is_float and (w.quant.name not in HALVES or w.cols % 8):
         raise KernelError(
@@ -298,14 +328,18 @@ def _launch(
         )
     if has_peak(w.quant) and (w.peak is None or (gated and not arguments.up_peak)):
         raise KernelError("matmul_f16: a matrix without its peak: with_peak() finds it")
-    sizes = (w.quant, w.rows, w.cols, tokens, device.sm_count, device.shared_limit)
+    if w.data.nbytes >= 1 << 32:
+        raise KernelError(
+            f"matmul_f16: a matrix of {w.data.nbytes} bytes, expected less than 4 GiB"
+        )
+    sizes = (w.quant, arguments.n, w.cols, tokens, device.sm_count, device.shared_limit)
     how = plan(*sizes, gated=gated, tile=tile)
     expect_room("matmul_f16", "partials", partials, PARTIALS, np.float32)
     expect_room("matmul_f16", "arrivals", arrivals, ARRIVALS, np.int32)
-    arguments.w, arguments.peak = w.data.data.ptr, pointer(w.peak)
+    arguments.peak = pointer(w.peak)
     arguments.h, arguments.hs = pointer(x.h), pointer(x.hs)
     arguments.partial, arguments.arrived = pointer(partials), pointer(arrivals)
-    arguments.n, arguments.k, arguments.tokens = w.rows, w.cols, tokens
+    arguments.k, arguments.tokens = w.cols, tokens
     arguments.token_tiles, arguments.chunks = how.token_tiles, how.chunks
     arguments.waves, arguments.whole = how.waves, how.waves * how.grid
     arguments.units = how.units

@@ -15,7 +15,7 @@ from minfer_cuda.kernels.elementwise import add, swiglu
 from minfer_cuda.kernels.embed import embed
 from minfer_cuda.kernels.layouts import Activations, Matrix, Unnormed
 from minfer_cuda.kernels.matmul import matmul
-from minfer_cuda.kernels.matmul_f16 import HALVES, gate_up_f16, matmul_f16
+from minfer_cuda.kernels.matmul_f16 import HALVES, gate_up_f16, matmul_f16, stack
 from minfer_cuda.kernels.matmul_float import matmul_float
 from minfer_cuda.kernels.matvec import matvec, matvec_gate_up, matvec_qkv
 from minfer_cuda.kernels.norm import rms_norm
@@ -102,9 +102,14 @@ class CudaOps:
             return q
         projected, rows = self._buffers.rows("qkv", tokens), self._rows(x)
         column = 0
-        for w in weights:
-            self._product(rows, w, projected, column=column)
-            column += w.rows
+        for matrices in stack(weights):
+            if len(matrices) > 1 and _reads_f16(rows, matrices[0]):
+                matmul_f16(self.device, matrices, rows, projected, column=column, **self._scratch)
+                column += sum(w.rows for w in matrices)
+                continue
+            for w in matrices:
+                self._product(rows, w, projected, column=column)
+                column += w.rows
         bias = self._qkv_biases[index]
         rope_store(self.device, projected, bias, self._table, self._step.position, q, keys, values)
         return q
@@ -112,8 +117,8 @@ class CudaOps:
     def attention(self, q: DeviceArray, index: int) -> Activations:
         c, keys = self.config, self._cache.keys(index)
         out = self._buffers.activations("mix", q.shape[0])
-        sizes = (c.n_heads, c.n_kv_heads, c.head_dim, keys.shape[0], self.device.sm_count)
-        how = attention_plan(q.shape[0], *sizes)
+        sizes = (c.n_heads, c.n_kv_heads, c.head_dim, keys.shape[0])
+        how = attention_plan(q.shape[0], *sizes, self.device.sm_count, self.device.cluster_limit)
         attention(
             self.device, how, q, keys, self._cache.values(index), self._step.position,
             out=out.x, qs=out.qs, ds=out.ds, h=out.h, hs=out.hs,

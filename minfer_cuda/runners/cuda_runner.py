@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -17,7 +18,7 @@ from minfer_cuda.errors import ContextFullError, NumericsError, OutOfMemoryError
 from minfer_cuda.gguf import GGUFFile, TensorInfo
 from minfer_cuda.kernels import Device, DeviceArray
 from minfer_cuda.kernels.layouts import Matrix, matrix_bytes
-from minfer_cuda.kernels.matmul_f16 import instances_up_to, with_peak
+from minfer_cuda.kernels.matmul_f16 import instances_of, with_one_peak, with_peak
 from minfer_cuda.kernels.read import read_bandwidth
 from minfer_cuda.kernels.repack import repack
 from minfer_cuda.kernels.sampling import Draw, Sampler
@@ -90,14 +91,11 @@ class CudaRunner:
     def _slow_kernels(self, file: GGUFFile) -> list[tuple[str, str]]:
         """What compiles for seconds each, better on all cores at once than when first used: the
         blocks' products of long prompts. Of the head few rows are asked for."""
-        names: set[str] = set()
-        for info in _matrices(file, self.config):
-            if not info.name.startswith("blk.") or info.quant.cuda_name is None:
-                continue  # loading refuses types without kernels by name
-            if self._sizes.reads_f16(info.quant):
-                rows, cols = info.shape
-                names |= instances_up_to(self._device, info.quant, rows, cols, self.n_batch)
-        return [("matmul_f16", name) for name in sorted(names)]
+        blocks = [info for info in _matrices(file, self.config) if info.name.startswith("blk.")]
+        # loading refuses types without kernels by name
+        types = {info.quant for info in blocks if info.quant.cuda_name is not None}
+        names = [instances_of(self._device, q) for q in types if self._sizes.reads_f16(q)]
+        return [("matmul_f16", name) for name in sorted(set().union(*names))]
 
     def _upload(self, info: TensorInfo, read: Rows) -> DeviceArray | Matrix:
         if len(info.shape) == 1:
@@ -117,7 +115,7 @@ class CudaRunner:
 
     def _prepare(self, config: Qwen2Config, n_ctx: int, kv_type: str) -> None:
         device = self._device
-        weights, biases = _with_joined_biases(device, self._weights)
+        weights, biases = _with_joined_qkv(device, self._weights)
         table = np.stack(rope_tables(config, n_ctx), axis=-1)
         self._buffers = Workspace(device, config, self._sizes)
         self.cache = KVCache(device, config, n_ctx, kv_type)
@@ -151,7 +149,7 @@ class CudaRunner:
         s = self._sizes
         prompts = "float32" if s.q8_rows == 0 else "int8"
         if s.f16 and s.rows > s.q8_rows:
-            prompts = f"f16 above {s.q8_rows} tokens" if s.q8_rows else "f16"
+            prompts = f"f16 above {s.q8_rows} tokens" if s.q8_rows > 1 else "f16"
         elif s.f16:
             prompts += ", F16 and BF16 matrices f16"
         parts = ", ".join(f"{name} {n / MIB:,.0f} MiB" for name, n in self.memory().items())
@@ -369,19 +367,31 @@ def _device_bytes(info: TensorInfo) -> int:
     return matrix_bytes(info.quant, *info.shape)
 
 
-def _with_joined_biases(
+def _with_joined_qkv(
     device: Device, weights: ModelWeights
 ) -> tuple[ModelWeights, list[DeviceArray]]:
     """The biases of q, k, v of a layer in one array, for the kernel that adds them at once; the
-    layer's own are parts of it."""
+    layer's own are parts of it. Neighbours of one type get one peak, for the product of both."""
     layers, joined = [], []
     for w in weights.layers:
+        w = replace(w, **_with_one_peak(device, {"q": w.q, "k": w.k, "v": w.v}))
         host = [device.download(bias) for bias in (w.q_bias, w.k_bias, w.v_bias)]
         bias = device.upload(np.concatenate(host))
         q, k = len(host[0]), len(host[0]) + len(host[1])
         layers.append(replace(w, q_bias=bias[:q], k_bias=bias[q:k], v_bias=bias[k:]))
         joined.append(bias)
     return replace(weights, layers=tuple(layers)), joined
+
+
+def _with_one_peak(device: Device, named: dict[str, Matrix]) -> dict[str, Matrix]:
+    result: dict[str, Matrix] = {}
+    for _, group in itertools.groupby(named.items(), key=lambda item: item[1].quant):
+        names, matrices = zip(*group, strict=True)
+        joined = all(w.peak is not None for w in matrices)
+        if joined:
+            matrices = with_one_peak(device, matrices)
+        result.update(zip(names, matrices, strict=True))
+    return result
 
 
 def _graphs(device: Any) -> Steps:
