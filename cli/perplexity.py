@@ -133,7 +133,7 @@ def _measure(
     token_by_token: bool,
 ) -> Perplexity | Comparison:
     from minfer_cuda import perplexity as measure
-    from minfer_cuda.saved_logits import LogitsWriter
+    from minfer_cuda.saved_logits import saving_logits
 
     source = measure.decoded if token_by_token else measure.prefilled
     rows: Rows = source(llm.engine.runner, chunks)
@@ -142,8 +142,8 @@ def _measure(
         return _watch((result for (result,) in pairs), len(chunks))
     if save_logits is None:
         return _watch(measure.perplexity(rows, chunks), len(chunks))
-    with LogitsWriter(save_logits, chunks, llm.config.n_vocab) as writer:
-        return _watch(measure.perplexity(rows, chunks, writer.add), len(chunks))
+    with saving_logits(save_logits, chunks, llm.config.n_vocab) as add:
+        return _watch(measure.perplexity(rows, chunks, add), len(chunks))
 
 
 def _watch(estimates: Iterator[Perplexity | Comparison], n_chunks: int) -> Perplexity | Comparison:

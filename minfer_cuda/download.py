@@ -17,7 +17,7 @@ from typing import IO, Any
 from urllib.parse import urlsplit
 
 from minfer_cuda.errors import StoreError
-from minfer_cuda.files import PART_SUFFIX, alone, size_of
+from minfer_cuda.files import PART_SUFFIX, locked, size_of
 
 CHUNK_BYTES = 1 << 20
 TIMEOUT_S = 30.0  # without a byte
@@ -48,7 +48,7 @@ def fetch(remote: Remote, target: Path, progress: Progress) -> None:
     lock = target.with_name(f".{target.name}.lock")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with alone(lock, lambda: progress(size_of(unfinished), remote.size)):
+        with locked(lock, lambda: progress(size_of(unfinished), remote.size)):
             if not is_whole(target, remote.size):
                 _fetch(remote, unfinished, target, progress)
     except OSError as e:

@@ -22,8 +22,9 @@ WAIT_S = 0.1  # between two attempts to get a lock
 
 
 @contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """A new file, for its owner alone, that takes the name `path` when the block ends.
+def replacing(path: str | os.PathLike[str], mode: int = 0o600) -> Iterator[IO[bytes]]:
+    """A new file, for its owner alone unless `mode` says more, that takes the name `path` when the
+    block ends.
 
     Where the block or the disk fails, or a signal comes, what was at `path` stays and nothing new
     is left; only kill -9 leaves `.NAME.*.part`. Raises OSError, also where `path` is something that
@@ -34,7 +35,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     part = target.with_name(f".{target.name}.{secrets.token_hex(4)}{PART_SUFFIX}")
     try:
-        with open(part, "xb", opener=_private) as file:
+        with open(part, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -43,37 +44,33 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         part.unlink(missing_ok=True)
 
 
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
-
-
 @contextmanager
-def alone(lock: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Inside, no other process is inside with the same `lock`, a file that exists meanwhile.
+def locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
+    """Holds the file lock `path`, which one process at a time can; the file exists meanwhile.
 
     `waiting` is called at each attempt that fails. The system lets go of the lock of a process that
     dies, however it does. Raises OSError where no lock can be made.
     """
-    file = _locked(lock, waiting)
+    file = _acquire(path, waiting)
     try:
         yield
     finally:
         with suppress(PermissionError):  # Windows keeps what is open
-            lock.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
         file.close()
 
 
-def _locked(path: Path, waiting: Callable[[], None]) -> IO[bytes]:
+def _acquire(path: Path, waiting: Callable[[], None]) -> IO[bytes]:
     while True:
         file = path.open("ab")
-        if _lock(file.fileno()) and _is_at(path, file.fileno()):
+        if _try_lock(file.fileno()) and _is_at(path, file.fileno()):
             return file
         file.close()
         waiting()
         time.sleep(WAIT_S)
 
 
-def _lock(number: int) -> bool:
+def _try_lock(number: int) -> bool:
     try:
         if sys.platform == "win32":
             msvcrt.locking(number, msvcrt.LK_NBLCK, 1)

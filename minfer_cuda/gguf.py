@@ -17,7 +17,6 @@ import threading
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
@@ -133,12 +132,7 @@ class GGUFFile:
     def __enter__(self) -> GGUFFile:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -11,13 +11,14 @@ All little-endian. 304 KB a row for Qwen2's vocabulary: 78 MB for a chunk of 512
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
 from minfer_cuda.errors import MinferError
+from minfer_cuda.files import replacing
 
 MAGIC = b"_logits_"
 HEADER = len(MAGIC) + 3 * 4
@@ -56,55 +57,34 @@ def unpack(row: np.ndarray, n_vocab: int) -> np.ndarray:
     return log_probs
 
 
-class LogitsWriter:
-    """Writes such a file; as a context manager, so that it gets its name only when it is whole.
+@contextmanager
+def saving_logits(
+    path: str | os.PathLike[str], chunks: np.ndarray, n_vocab: int
+) -> Iterator[Callable[[np.ndarray], None]]:
+    """Write such a file, which is there when the block ends with all of its rows, or not at all.
 
-    chunks  int32 (C, n_ctx), the tokens of all chunks; their rows follow by `add`, in order
+    chunks  int32 (C, n_ctx), the tokens of all chunks
+
+    Gives the function that takes the next row, float32 (V,), chunk by chunk. Raises MinferError
+    where the disk does not take it, or where rows are missing at the end.
     """
+    n_rows = len(chunks) * rows_per_chunk(chunks.shape[1])
+    sizes = np.array([chunks.shape[1], n_vocab, len(chunks)], "<i4")
+    missing = n_rows
+    try:
+        with replacing(path, mode=0o666) as file:
+            file.write(MAGIC + sizes.tobytes() + chunks.astype("<i4").tobytes())
 
-    def __init__(self, path: str | os.PathLike[str], chunks: np.ndarray, n_vocab: int):
-        self._path = Path(path)
-        self._part = self._path.with_name(f"{self._path.name}.part")
-        self._missing = len(chunks) * rows_per_chunk(chunks.shape[1])
-        sizes = np.array([chunks.shape[1], n_vocab, len(chunks)], "<i4")
-        try:
-            self._out = self._part.open("wb")
-            try:
-                self._out.write(MAGIC + sizes.tobytes() + chunks.astype("<i4").tobytes())
-            except BaseException:
-                self._part.unlink()
-                raise
-        except OSError as e:
-            raise MinferError(f"cannot write {self._part}: {e.strerror}") from None
+            def add(log_probs: np.ndarray) -> None:
+                nonlocal missing
+                file.write(pack(log_probs).tobytes())
+                missing -= 1
 
-    def add(self, log_probs: np.ndarray) -> None:
-        """The next row, float32 (V,). Raises MinferError where the disk takes no more."""
-        try:
-            self._out.write(pack(log_probs).tobytes())
-        except OSError as e:
-            raise MinferError(f"cannot write {self._part}: {e.strerror}") from None
-        self._missing -= 1
-
-    def __enter__(self) -> LogitsWriter:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        whole = kind is None and self._missing == 0
-        try:
-            self._out.close()
-            if whole:
-                self._part.replace(self._path)
-        except OSError as e:
-            whole = False
-            raise MinferError(f"cannot write {self._path}: {e.strerror}") from None
-        finally:
-            if not whole:
-                self._part.unlink(missing_ok=True)
+            yield add
+            if missing:
+                raise MinferError(f"{path} is not written: {missing} of {n_rows} rows are missing")
+    except OSError as e:
+        raise MinferError(f"cannot write {path}: {e.strerror}") from None
 
 
 class SavedLogits:

@@ -37,7 +37,7 @@ from minfer_cuda.kernels import compiler
 from minfer_cuda.kernels.compiler import Cubin, compile_cubin
 from minfer_cuda.llm import LLM
 from minfer_cuda.runners import numpy_runner
-from minfer_cuda.saved_logits import LogitsWriter, SavedLogits
+from minfer_cuda.saved_logits import SavedLogits, saving_logits
 
 resource = pytest.importorskip("resource")  # limits, which stand in for a full disk
 PATIENCE_S = 60  # with a loaded machine
@@ -342,7 +342,7 @@ def test_a_model_folder_that_cannot_be_written_ends_in_one_line(hub, tmp_path, m
 
 def test_saved_predictions_that_the_disk_does_not_take_leave_nothing(tmp_path):
     with small_disk(4096), pytest.raises(MinferError, match="File too large"):
-        with LogitsWriter(tmp_path / "base.bin", np.zeros((64, 512), np.int32), 100):
+        with saving_logits(tmp_path / "base.bin", np.zeros((64, 512), np.int32), 100):
             pass
     assert names(tmp_path) == []
 
@@ -428,8 +428,8 @@ def test_two_pulls_of_one_model_fetch_it_once(hub, tmp_path, monkeypatch):  # no
 LOCKED = """
 import sys, time
 from pathlib import Path
-from minfer_cuda.files import alone
-with alone(Path(sys.argv[1]), lambda: None):
+from minfer_cuda.files import locked
+with locked(Path(sys.argv[1]), lambda: None):
     print("locked", flush=True)
     time.sleep(600)
 """
@@ -445,7 +445,7 @@ def test_a_killed_process_keeps_no_lock(tmp_path):
             waited.append(True)
             holder.kill()
 
-        with files.alone(lock, waiting):
+        with files.locked(lock, waiting):
             assert waited
             assert names(tmp_path) == ["lock"]
     assert names(tmp_path) == []
@@ -524,9 +524,9 @@ def test_a_model_that_is_cut_in_mid_answer_ends_the_process_in_one_line(own_mode
 
 def test_saved_predictions_that_are_cut_while_they_are_read_are_one_error(tmp_path):
     path = tmp_path / "base.bin"
-    with LogitsWriter(path, np.zeros((2, 8), np.int32), 10) as writer:
+    with saving_logits(path, np.zeros((2, 8), np.int32), 10) as add:
         for _ in range(6):
-            writer.add(np.log(np.full(10, 0.1, np.float32)))
+            add(np.log(np.full(10, 0.1, np.float32)))
     saved = SavedLogits(path)
     assert len(list(saved.rows(1))) == 3
     os.truncate(path, path.stat().st_size - 10)

@@ -16,7 +16,7 @@ from minfer_cuda.config import Qwen2Config
 from minfer_cuda.errors import MinferError, UsageError
 from minfer_cuda.gguf import GGUFFile
 from minfer_cuda.runners.numpy_runner import NumpyRunner
-from minfer_cuda.saved_logits import LogitsWriter, SavedLogits, pack, row_width, unpack
+from minfer_cuda.saved_logits import SavedLogits, pack, row_width, saving_logits, unpack
 from minfer_cuda.tokenizer import Tokenizer
 
 TEXTS = Path(__file__).parent.parent / "benchmarks" / "text"
@@ -218,9 +218,9 @@ def test_the_file_is_laid_out_as_llama_perplexity_writes_it(tmp_path):
     path = tmp_path / "base"
     chunks = np.array([[0, 1, 2, 3, 4, 0, 1, 2]], np.int32)
     row = np.array([-1.0, -2.0, -3.0, -1.5, -30.0], np.float32)
-    with LogitsWriter(path, chunks, 5) as writer:
+    with saving_logits(path, chunks, 5) as add:
         for _ in range(3):
-            writer.add(row)
+            add(row)
     data = path.read_bytes()
     assert data[:20] == b"_logits_" + struct.pack("<3i", 8, 5, 1)
     assert struct.unpack("<8i", data[20:52]) == tuple(chunks[0])
@@ -260,9 +260,9 @@ def test_equal_logits_are_kept():
 
 
 def sound(path: Path) -> bytes:
-    with LogitsWriter(path, np.zeros((2, 8), np.int32), 4) as writer:
+    with saving_logits(path, np.zeros((2, 8), np.int32), 4) as add:
         for _ in range(6):
-            writer.add(np.log(np.full(4, 0.25, np.float32)))
+            add(np.log(np.full(4, 0.25, np.float32)))
     return path.read_bytes()
 
 
@@ -292,10 +292,10 @@ def test_a_damaged_file_is_refused(tmp_path, spoil, told):
 def test_a_file_that_is_not_whole_leaves_nothing_and_the_old_one_stays(tmp_path):
     path = tmp_path / "base"
     old = sound(path)
-    with pytest.raises(KeyboardInterrupt), LogitsWriter(path, np.zeros((1, 8)), 4) as writer:
-        writer.add(np.zeros(4, np.float32))
+    with pytest.raises(KeyboardInterrupt), saving_logits(path, np.zeros((1, 8)), 4) as add:
+        add(np.zeros(4, np.float32))
         raise KeyboardInterrupt
-    with LogitsWriter(path, np.zeros((1, 8)), 4):
+    with pytest.raises(MinferError, match="3 of 3 rows"), saving_logits(path, np.zeros((1, 8)), 4):
         pass
     assert [p.name for p in tmp_path.iterdir()] == ["base"]
     assert path.read_bytes() == old
