@@ -35,8 +35,8 @@ struct Tile {
     static constexpr int kRows = WarpsM * MTiles * 16, kStrips = kRows / 8;
     static constexpr int kTokens = WarpsN * NTiles * 8;
     static constexpr int kSums = MTiles * NTiles * 4;  // of a thread
-    static constexpr bool kFew = kSums <= 16;  // as many warps an SM as loads need, not registers
-    static constexpr int kBlocks = (kFew ? 512 : 256) / kThreads;  // an SM: 128 or 255 registers a thread
+    static constexpr bool kFew = kSums <= 8;  // a step is bound by latency: 32 warps an SM
+    static constexpr int kBlocks = (kFew ? 1024 : 256) / kThreads;  // an SM: 64 or 255 registers a thread
 };
 
 // The thread's place in its block; cheap to find again, so that no register holds it for long.
@@ -194,11 +194,12 @@ template <class Q, class T>
 __device__ inline void copy_rows(char* to, const F16Arguments& a, const Source& source, int chunk) {
     constexpr int kRowBytes = Chunk<Q>::kStripBytes / 8, kPieces = kRowBytes / 16;
     constexpr int kAtOnce = T::kThreads / kPieces;  // rows: a strip of each matrix of a gated product
-    static_assert(kAtOnce == 16 && T::kRows % kAtOnce == 0, "");
+    static_assert(kAtOnce % 16 == 0 && T::kRows % kAtOnce == 0, "");
     const int thread = thread_again(), piece = thread % kPieces, first = thread / kPieces;
     const int row_bytes = a.k * Q::kBytes, at = chunk * kRowBytes + piece * 16;
-    const uint8_t* from = (a.gated && first >= 8 ? a.w[1] : source.w) + at;
-    const int step = a.gated ? 8 : 16, row0 = source.row_tile * (T::kRows / 16) * step + (a.gated ? first % 8 : first);
+    const uint8_t* from = (a.gated && first % 16 >= 8 ? a.w[1] : source.w) + at;
+    const int step = a.gated ? kAtOnce / 2 : kAtOnce;
+    const int row0 = source.row_tile * (T::kRows / kAtOnce) * step + (a.gated ? first / 16 * 8 + first % 8 : first);
     to += first * kRowBytes + (piece ^ (first & 3) << 1) * 16;
 #pragma unroll
     for (int j = 0; j < T::kRows / kAtOnce; ++j) {
@@ -211,13 +212,15 @@ template <class Q, class T>
 __device__ inline void copy_chunk(char* stage, const F16Arguments& a, const Cursor& c) {
     constexpr int kTokenBytes = Stage<Q, T>::kTokenBytes;
     constexpr unsigned kPieces = kTokenBytes / 16, kAtOnce = T::kThreads / kPieces;  // tokens
-    static_assert(T::kTokens % kAtOnce == 0 && kAtOnce % 2 == 0, "");
+    constexpr bool kAll = T::kTokens % kAtOnce == 0;  // else kAtOnce is more
+    static_assert((kAll || kAtOnce > T::kTokens) && kAtOnce % 2 == 0, "");
     const unsigned thread = thread_again(), piece = thread % kPieces, first = thread / kPieces;
     char* to = stage + first * kTokenBytes + (piece ^ (first & 1) << 2) * 16;
     const int row_bytes = ceil_div(a.chunks, 128 / Chunk<Q>::kValues) * 128 * 2, row0 = (c.tile - c.row_tile * a.token_tiles) * T::kTokens + first;
     const uint8_t* from = a.h + (static_cast<int64_t>(row0) * row_bytes + c.chunk * kTokenBytes + piece * 16);
 #pragma unroll
-    for (unsigned j = 0; j < T::kTokens / kAtOnce; ++j) {
+    for (unsigned j = 0; j < ceil_div(T::kTokens, kAtOnce); ++j) {
+        if (!kAll && first >= T::kTokens) break;
         copy_async16(to + j * kAtOnce * kTokenBytes, from + j * kAtOnce * row_bytes, row0 + static_cast<int>(j * kAtOnce) < a.tokens);
     }
     const Source source(a, c.row_tile, T::kRows);

@@ -62,7 +62,7 @@ struct RecordType {
     using Lane = LaneWords<kChunks, Low, High, ScaleWords>;
     // Records a lane of a matvec keeps in flight: what 64 registers a thread have room for.
     static constexpr int kWords = kChunks * (Low + High) + ScaleWords;
-    static constexpr int kDepth = kWords < 9 ? 3 : 2;
+    static constexpr int kDepth = kWords < 11 ? 3 : 2;
 
     template <class M>
     __device__ static void load_planes(Lane& l, const uint8_t* rec, int lane) {

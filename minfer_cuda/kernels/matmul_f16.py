@@ -55,12 +55,12 @@ class Tile:
     @property
     def blocks(self) -> int:
         """Blocks that share an SM: Tile::kBlocks."""
-        return (512 if self.sums <= 16 else 256) // self.threads
+        return (1024 if self.sums <= 8 else 256) // self.threads
 
 
 SQUARE = Tile(2, 2, 4, 8, 3200)  # 128 rows x 128 tokens: 290 TFLOP/s at 2,048 tokens
 NARROW = Tile(4, 1, 2, 4, 1150)  # 128 x 32: 175
-FEW = Tile(4, 1, 2, 2, 600)  # 128 x 16
+FEW = Tile(8, 1, 1, 2, 800)  # 128 x 16
 TILES = (FEW, NARROW, SQUARE)
 ROWS = 128  # of each
 _SHARE_CLOCKS = 25  # to add up another block's part of a tile, for each sum of a thread
