@@ -3,7 +3,7 @@
 A prefill row is `n` prompt tokens up to the first drawn token; a decode row is `n` tokens drawn one
 after the other behind that first one; both behind `depth` tokens that the cache holds already. Both
 are the engine's own loop and its own clock, include sampling with the parameters given, and neither
-tokenise nor print. Each row starts with an untimed warm-up.
+tokenise nor print. Each row starts with untimed warm-ups.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ CHECK_TOKENS = 64  # length of the greedy run that must repeat itself
 Progress = Callable[[str, int, int], None]  # what is measured now, rows done, rows in all
 PROMPT_STRIDE = 7919  # a prime: the prompt's ids spread over the vocabulary
 BENCH_SEED = 1
+PREFILL_WARM_UPS = 3  # fill the cache, run a length for the first time, capture its graph
 
 
 @dataclass(frozen=True)
@@ -93,14 +94,14 @@ class Bench:
 
         Raises ContextFullError when they do not fit, NumericsError for logits that are not finite.
         """
-        stats = self._repeated(depth + n, 1, depth, repetitions)
+        stats = self._repeated(depth + n, 1, depth, PREFILL_WARM_UPS, repetitions)
         self._check_finite(f"after a prefill of {n} tokens")
         return BenchRow("prefill", n, tuple(s.prefill_seconds for s in stats), depth)
 
     def decode(self, n: int, repetitions: int, depth: int = 0) -> BenchRow:
         """Time n tokens drawn after `depth` tokens, one more and a first drawn one; raises as
         `prefill` does."""
-        stats = self._repeated(depth + 1, n + 1, depth, repetitions)
+        stats = self._repeated(depth + 1, n + 1, depth, 1, repetitions)
         self._check_finite(f"after {n} decode steps")
         return BenchRow("decode", n, tuple(s.decode_seconds for s in stats), depth)
 
@@ -122,10 +123,13 @@ class Bench:
             )
         return hashlib.sha256(np.array(first, "<i4").tobytes()).hexdigest()
 
-    def _repeated(self, n_prompt: int, n: int, depth: int, repetitions: int) -> list[Stats]:
-        """Times of each repetition; the untimed warm-up fills the cache up to `depth`."""
-        self._generate(n_prompt, n, self.params)
-        return [self._generate(n_prompt, n, self.params, depth)[1] for _ in range(repetitions)]
+    def _repeated(
+        self, n_prompt: int, n: int, depth: int, warm_ups: int, repetitions: int
+    ) -> list[Stats]:
+        """Times of each repetition; the first untimed warm-up fills the cache up to `depth`."""
+        runs = [0] + [depth] * (warm_ups - 1 + repetitions)
+        stats = [self._generate(n_prompt, n, self.params, start)[1] for start in runs]
+        return stats[warm_ups:]
 
     def _generate(
         self, n_prompt: int, n: int, params: SamplingParams, depth: int = 0
