@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 FUEL = 10_000_000  # instructions of one rendering, about a second; a chat takes some 30 a message
 CPU_SECONDS = 3  # of one rendering; fuel ends what burns it long before
 MEMORY_BYTES = 1 << 29  # of the whole process, which takes 40 MiB for a chat
+STACK_BYTES = 8 << 20  # Linux's own default, which `make` and others lift
 MAX_TEXT = 1 << 24  # characters of a prompt: more than any model's context holds
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 
@@ -113,11 +114,16 @@ def serve() -> None:
 
 
 def _limit_process() -> None:
-    """Memory, and no further file: as far as this system has such limits."""
+    """Memory, stack, and no further file: as far as this system has such limits."""
     with suppress(ImportError):
         import resource
 
-        limits = {"RLIMIT_AS": MEMORY_BYTES, "RLIMIT_NOFILE": 0, "RLIMIT_CORE": 0}
+        limits = {
+            "RLIMIT_AS": MEMORY_BYTES,
+            "RLIMIT_STACK": STACK_BYTES,
+            "RLIMIT_NOFILE": 0,
+            "RLIMIT_CORE": 0,
+        }
         for name, most in limits.items():
             with suppress(AttributeError, ValueError, OSError):
                 resource.setrlimit(getattr(resource, name), (most, most))

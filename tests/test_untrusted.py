@@ -86,6 +86,7 @@ def test_templates_run_where_no_file_can_be_opened_and_memory_is_bounded():
     rows = {line[:26].strip(): line[26:].split()[:2] for line in limits}
     assert rows["Max open files"] == ["0", "0"]
     assert rows["Max address space"] == [str(1 << 29)] * 2
+    assert rows["Max stack size"] == [str(8 << 20)] * 2
     assert rows["Max core file size"] == ["0", "0"]
 
 
