@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from .terminal import Spinner, harmless, remembered_interrupt, styled
+from .terminal import Spinner, harmless, styled
 from .thinking import Piece, ThoughtSplitter
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def stream(completion: Completion, printer: Printer) -> None:
 
     KeyboardInterrupt ends the completion, prints what was held back and goes on to the caller.
     """
-    with remembered_interrupt() as check, Spinner() as spinner:
+    with Spinner() as spinner:
 
         def show(text: str) -> None:
             if text:
@@ -66,7 +66,6 @@ def stream(completion: Completion, printer: Printer) -> None:
 
         try:
             for text in completion:
-                check()
                 show(printer.push(text))
         except KeyboardInterrupt:
             show(printer.push(completion.end()))
@@ -90,10 +89,8 @@ class Events:
     def stream(self) -> None:
         """Emit an answer as it comes, and `end` at last, after an interrupt too."""
         try:
-            with remembered_interrupt() as check:
-                for text in self._completion:
-                    check()
-                    self._tell(text)
+            for text in self._completion:
+                self._tell(text)
         except KeyboardInterrupt:
             self._tell(self._completion.end())
             raise

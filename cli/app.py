@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
-import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import Any
 
 import typer
 from typer.core import TyperGroup
@@ -16,9 +16,8 @@ from minfer_cuda.errors import MinferError
 from minfer_cuda.printable import printable
 
 from .process import SIGNALLED, Unwritable
-from .terminal import styled
+from .terminal import columns_of, fitted, styled
 
-INTERRUPTED = SIGNALLED + 2  # SIGINT
 LONGEST = 2000  # characters of an error
 
 
@@ -41,7 +40,7 @@ def _boundary() -> Iterator[None]:
     except (typer.Exit, typer.Abort):
         raise
     except KeyboardInterrupt:
-        raise typer.Exit(INTERRUPTED) from None
+        raise typer.Exit(SIGNALLED + signal.SIGINT) from None
     except Exception as e:
         if isinstance(e, Unwritable) or is_usage_error(e) or tracebacks_wanted():
             raise
@@ -85,24 +84,6 @@ def say(text: str, style: str = "", hanging: int = 0) -> None:
     print(styled(shown, style, sys.stderr) if style else shown, file=sys.stderr, flush=True)
 
 
-def columns_of(stream: TextIO) -> int:
-    """The width of the terminal that `stream` is; 0 for anything else."""
-    try:
-        return os.get_terminal_size(stream.fileno()).columns
-    except (OSError, ValueError):
-        return 0
-
-
-def fitted(line: str, columns: int, hanging: int = 0) -> str:
-    """`line` broken between words where it is longer than `columns` (0: never)."""
-    if not columns or len(line) <= columns:
-        return line
-    indent = " " * (hanging if hanging <= columns // 2 else 2)
-    return textwrap.fill(
-        line, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
-
-
 def counted(n: int, noun: str) -> str:
     """As in "1 message", "2 messages"."""
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
@@ -111,10 +92,3 @@ def counted(n: int, noun: str) -> str:
 def complain(text: str) -> None:
     """Print an error on stderr, red where there are colours."""
     say(text, "red")
-
-
-def utf8_streams() -> None:
-    """What the terminal's encoding lacks is printed as `?`, never raised."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")

@@ -10,6 +10,7 @@ import typer
 
 from . import options
 from .model import Settings, open_model
+from .terminal import bar, is_smart, redraw
 
 MARGIN = 16  # tokens of context beside what the largest test needs
 
@@ -88,7 +89,7 @@ def bench(
         from minfer_cuda import bench_output
         from minfer_cuda.bench import report
 
-        progress = show_progress if sys.stderr.isatty() else None
+        progress = _show_progress if is_smart(sys.stderr) else None
         sizes_of_tests = (n_prompt, n_generate, repetitions, depths)
         result = report(llm, *sizes_of_tests, progress)
     printers = {
@@ -99,12 +100,8 @@ def bench(
     print(printers[form](result))
 
 
-def show_progress(name: str, done: int, total: int) -> None:
-    """A line that overwrites itself, gone at the end: what is measured, and how far it is."""
-    width = 20
-    bar = "#" * (width * done // total)
-    text = f"[{bar:<{width}}] {done + 1} of {total}: {name}" if done < total else ""
-    print(f"\r{text:<60}" + "\r" * (done == total), end="", file=sys.stderr, flush=True)
+def _show_progress(name: str, done: int, total: int) -> None:
+    redraw(f"{bar(done, total)} {done + 1} of {total}: {name}" if done < total else "")
 
 
 def chosen_format(md: bool, csv: bool, as_json: bool) -> Format:

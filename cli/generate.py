@@ -14,7 +14,7 @@ from minfer_cuda.errors import UsageError
 from . import options
 from .answer import Events, Printer, emit, stream
 from .app import say
-from .files import read_text
+from .files import read_prompt, read_text
 from .model import Sampling, Settings, closing_line, draws_at_random, open_model
 from .terminal import harmless
 from .thinking import begins_in_thought
@@ -210,21 +210,3 @@ def schema_text(given: str) -> str:
     if not Path(given).is_file():
         raise UsageError(f"--json-schema: {given!r} is neither a file nor a schema, as in {{...}}")
     return read_text(Path(given))
-
-
-def read_prompt(argument: str | None, file: Path | None = None) -> str:
-    """The argument, the file's text, or stdin without its last newline; bytes on stdin that are
-    not UTF-8 become U+FFFD. Raises UsageError where there is no prompt, or more than one."""
-    if file is not None:
-        if argument is not None:
-            raise UsageError("PROMPT and --prompt-file exclude each other")
-        text = read_text(file).removesuffix("\n")
-    elif argument in (None, "-"):
-        if argument is None and sys.stdin.isatty():
-            raise UsageError("no prompt: give one as an argument, or pipe it to stdin")
-        text = sys.stdin.buffer.read().decode("utf-8", "replace").removesuffix("\n")
-    else:
-        text = argument or ""
-    if not text:
-        raise UsageError("the prompt is empty")
-    return text

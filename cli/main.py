@@ -9,7 +9,7 @@ import typer
 
 from minfer_cuda import __version__
 
-from .app import Boundary, utf8_streams
+from .app import Boundary
 from .bench import bench
 from .chat import chat
 from .generate import generate
@@ -48,7 +48,7 @@ def _options(
         ),
     ] = False,
 ) -> None:
-    utf8_streams()
+    """Of `minfer` itself; each acts as soon as it is read."""
 
 
 COMMANDS: dict[str, Callable[..., None]] = {

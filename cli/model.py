@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from .app import one_line, say
 from .store import local_path
-from .terminal import is_smart
+from .terminal import is_smart, redraw
 
 if TYPE_CHECKING:
     from minfer_cuda.llm import LLM, Completion
@@ -76,7 +76,7 @@ def open_model(reference: str, settings: Settings, verbose: bool = False) -> Ite
         llm = LLM(file, progress=progress, notify=notice, **vars(settings))
     except BaseException:
         if progress:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)  # what it has shown
+            redraw("")  # what it has shown
         raise
     with llm:
         if verbose:
@@ -109,7 +109,4 @@ def notice(text: str) -> None:
 
 
 def _show_progress(done: int, total: int) -> None:
-    """A percentage that overwrites itself, gone at the end."""
-    percent = 100 * done // max(total, 1)
-    text = f"\rloading {percent:3d} %" if done < total else "\r" + " " * 13 + "\r"
-    print(text, end="", file=sys.stderr, flush=True)
+    redraw(f"loading {100 * done // total} %" if done < total else "")

@@ -16,6 +16,7 @@ from . import options
 from .app import say
 from .files import read_text
 from .model import Settings, open_model
+from .terminal import bar, is_smart, redraw
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from minfer_cuda.saved_logits import SavedLogits
 
 CHUNK = 512
-BAR = 20  # characters
 
 
 def perplexity(
@@ -149,19 +149,17 @@ def _measure(
 def _watch(estimates: Iterator[Perplexity | Comparison], n_chunks: int) -> Perplexity | Comparison:
     """The last estimate; all of them are shown on stderr as they come, on a terminal with a bar."""
     start = time.perf_counter()
-    terminal = sys.stderr.isatty()
+    terminal = is_smart(sys.stderr)
     result: Perplexity | Comparison | None = None
     for done, result in enumerate(estimates, 1):
         left = (time.perf_counter() - start) / done * (n_chunks - done)
         line = f"chunk {done}/{n_chunks}: {_running(result)}, {left:.0f} s left"
         if terminal:
-            filled = BAR * done // n_chunks
-            bar = "#" * filled + "." * (BAR - filled)
-            print(f"\r\x1b[K[{bar}] {line}", end="", file=sys.stderr, flush=True)
+            redraw(f"{bar(done, n_chunks)} {line}")
         else:
             say(line)
     if terminal:
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        redraw("")
     assert result is not None  # there is at least one chunk
     return result
 

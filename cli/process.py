@@ -52,17 +52,13 @@ def run(command: Callable[[], None]) -> None:
         code = 0 if failure.reason.errno == errno.EPIPE else 1
         hush(sys.stdout)
         if code:
-            say(f"error: {failure}")
+            print(f"error: {failure}", file=sys.stderr, flush=True)
     if code > SIGNALLED:
-        say(WORDS.get(code - SIGNALLED, f"ended by signal {code - SIGNALLED}"))
+        last = WORDS.get(code - SIGNALLED, f"ended by signal {code - SIGNALLED}")
+        print(last, file=sys.stderr, flush=True)
     if code:
         os._exit(code)
     sys.exit(0)
-
-
-def say(text: str) -> None:
-    """A last line."""
-    print(text, file=sys.stderr, flush=True)
 
 
 # ---- signals ----
@@ -168,7 +164,7 @@ def _wrapped(number: int, before: TextIO | None, kind: type[io.TextIOWrapper]) -
     return kind(
         open(number, "wb", closefd=False),
         encoding=before.encoding if before else "utf-8",
-        errors=before.errors if before else None,
+        errors="replace",  # what the encoding lacks is printed as `?`
         line_buffering=os.isatty(number),
     )
 

@@ -16,9 +16,8 @@ from minfer_cuda.errors import StoreError, UsageError
 from minfer_cuda.printable import printable
 
 from .app import say
-from .terminal import harmless, is_smart
+from .terminal import bar, harmless, is_smart, redraw
 
-BAR = 20  # characters
 REDRAW_S = 0.1  # at most this often
 
 
@@ -137,15 +136,13 @@ class Progress:
         rate = (done - self._first) / max(now - self._start, 1e-3)
         speed = f", {size_text(int(rate))}/s" if rate else ""
         left = f", {(size - done) / rate:.0f} s left" if rate and done < size else ""
-        bar = "#" * (BAR * done // max(size, 1))
-        line = f"[{bar:.<{BAR}}] {size_text(done)} of {size_text(size)}{speed}{left}"
-        end = "" if done < size else "\n"
-        print(f"\r\x1b[K{line}", end=end, file=sys.stderr, flush=True)
+        line = f"{bar(done, size)} {size_text(done)} of {size_text(size)}{speed}{left}"
+        redraw(line if done < size else f"{line}\n")
 
     def clear(self) -> None:
         """Erase a line that was not finished."""
         if self._drawn:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            redraw("")
 
 
 @contextmanager

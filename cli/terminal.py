@@ -1,49 +1,22 @@
-"""What only a terminal gets: colours and a spinner. Pipes, files and dumb terminals see neither."""
+"""What only a terminal gets: colours, breaks at its width, a line that is redrawn, a spinner.
+
+Pipes and files see none of it, dumb terminals only the breaks.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-import signal
 import sys
+import textwrap
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType, TracebackType
+from itertools import cycle
 from typing import TextIO
 
 STYLES = {"dim": "2", "bold": "1", "red": "31", "green": "32", "yellow": "33"}
 INTERVAL_S = 0.1  # of the spinner
+BAR = 20  # characters
 CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")  # all but tab, line ends
-
-
-@contextmanager
-def remembered_interrupt() -> Iterator[Callable[[], None]]:
-    """Inside, Ctrl-C raises KeyboardInterrupt where it finds the program, as ever, and the function
-    that is given raises it again: where that is a finaliser or a weak reference's callback, Python
-    drops the exception with a report on stderr, and the answer would go on."""
-    pressed = False
-
-    def press(number: int, frame: FrameType | None) -> None:
-        nonlocal pressed
-        pressed = True
-        raise KeyboardInterrupt
-
-    def check() -> None:
-        if pressed:
-            raise KeyboardInterrupt
-
-    def report(dropped: sys.UnraisableHookArgs) -> None:
-        if not issubclass(dropped.exc_type, KeyboardInterrupt):
-            told(dropped)
-
-    before, told = signal.signal(signal.SIGINT, press), sys.unraisablehook
-    sys.unraisablehook = report
-    try:
-        yield check
-    finally:
-        sys.unraisablehook = told
-        signal.signal(signal.SIGINT, before)
 
 
 def is_smart(stream: TextIO) -> bool:
@@ -73,6 +46,35 @@ def picture(control: str) -> str:
     return chr(0x2400 + code) if code < 0x20 else "\u2421" if code == 0x7F else "\ufffd"
 
 
+def columns_of(stream: TextIO) -> int:
+    """The width of the terminal that `stream` is; 0 for anything else."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError):
+        return 0
+
+
+def fitted(line: str, columns: int, hanging: int = 0) -> str:
+    """`line` broken between words where it is longer than `columns` (0: never); what follows the
+    first goes `hanging` columns in."""
+    if not columns or len(line) <= columns:
+        return line
+    indent = " " * (hanging if hanging <= columns // 2 else 2)
+    return textwrap.fill(
+        line, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def redraw(text: str) -> None:
+    """Put `text` in the place of the line that stderr, a smart terminal, shows; "" erases it."""
+    print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def bar(done: int, total: int) -> str:
+    """How much of something is done, as in `[#####...............]`."""
+    return f"[{'#' * (BAR * done // max(total, 1)):.<{BAR}}]"
+
+
 def frames(stream: TextIO) -> str:
     """The spinner's pictures, as far as the encoding has them."""
     try:
@@ -86,23 +88,17 @@ class Spinner:
     """Turns on stderr until `stop`, where both stdout and stderr are terminals. A context manager;
     stopping again does nothing."""
 
-    def __init__(self, text: str = ""):
-        self._text = text
+    def __init__(self) -> None:
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Spinner:
         if is_smart(sys.stderr) and is_smart(sys.stdout):
-            self._thread = threading.Thread(target=self._turn, args=(sys.stderr,), daemon=True)
+            self._thread = threading.Thread(target=self._turn, daemon=True)
             self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def stop(self) -> None:
@@ -112,11 +108,9 @@ class Spinner:
             self._thread.join()
             self._thread = None
 
-    def _turn(self, stream: TextIO) -> None:
-        pictures = frames(stream)
-        n = 0
-        while not self._done.is_set():
-            print(f"\r{pictures[n % len(pictures)]} {self._text}", end="", file=stream, flush=True)
-            n += 1
-            self._done.wait(INTERVAL_S)
-        print("\r\x1b[K", end="", file=stream, flush=True)
+    def _turn(self) -> None:
+        for picture in cycle(frames(sys.stderr)):
+            print(f"\r{picture} ", end="", file=sys.stderr, flush=True)
+            if self._done.wait(INTERVAL_S):
+                break
+        redraw("")

@@ -13,7 +13,7 @@ import typer
 from minfer_cuda.printable import printable
 
 from . import options
-from .generate import read_prompt
+from .files import read_prompt
 from .store import local_path
 from .terminal import harmless
 

@@ -14,11 +14,13 @@ import pytest
 from typer.testing import CliRunner
 
 from cli.main import app
+from minfer_cuda.files import PART_SUFFIX
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = ("--device", "cpu", "--n-ctx", "256")
 GREEDY = (*CPU, "--temp", "0", "-n", "6")
 PATIENCE_S = 60  # with a loaded machine
+MAIN = "\nfrom cli.__main__ import main\nmain()\n"  # `minfer`, behind code that changes it
 PROMPT = "\x1b[?2004h"  # bracketed paste on: the editor reads keys from here on
 
 
@@ -55,6 +57,16 @@ def one_error_line(result) -> str:
     lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, result.stderr
     return lines[0]
+
+
+def names(folder) -> list[str]:
+    """All files below a folder."""
+    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+
+
+def unfinished(folder) -> list[str]:
+    """Those that are not whole, and locks."""
+    return [n for n in names(folder) if n.endswith((PART_SUFFIX, ".lock")) or "/." in f"/{n}"]
 
 
 def _own_terminal():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import hypothesis
 import pytest
 from command_line import model  # noqa: F401 - a fixture
 from devices import device, pytest_collection_modifyitems  # noqa: F401 - a fixture, a hook
+from hub import hub  # noqa: F401 - a fixture
 from kernel_coverage import (  # noqa: F401 - hooks
     pytest_sessionfinish,
     pytest_terminal_summary,
@@ -18,6 +20,9 @@ from kernel_coverage import (  # noqa: F401 - hooks
 )
 
 from minfer_cuda.tokenizer import Tokenizer
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in the background of a script: what is
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # started here would ignore it too
 
 # Wall time says nothing on a shared machine, and a failing example must come back on every run.
 hypothesis.settings.register_profile("minfer", deadline=None, derandomize=True)

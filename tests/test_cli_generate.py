@@ -3,8 +3,6 @@
 import io
 import json
 import signal
-import weakref
-from collections.abc import Iterator
 
 import ggufs
 import numpy as np
@@ -17,7 +15,7 @@ from command_line import (
     process,
 )
 
-from cli.answer import Printer, stream
+from cli.answer import Printer
 from cli.terminal import frames
 from cli.thinking import Piece, ThoughtSplitter, begins_in_thought
 
@@ -220,36 +218,6 @@ def test_the_spinner_is_of_characters_that_the_terminal_has():
 def test_a_prompt_that_opens_a_thought_is_recognised(tiny_tokenizer):
     for text, expected in (("a<think>\n", True), ("a<think>\nb", False), ("", False)):
         assert begins_in_thought(tiny_tokenizer.encode(text, True), tiny_tokenizer) is expected
-
-
-class Swallowing:
-    """A completion whose first Ctrl-C comes up in a weak reference's callback, where Python drops
-    it."""
-
-    def __init__(self) -> None:
-        self.ended = False
-
-    def __iter__(self) -> Iterator[str]:
-        yield "a"
-        thing = type("Thing", (), {})()
-        watch = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGINT))
-        del thing
-        assert watch() is None
-        for _ in range(100):
-            yield "b"
-
-    def end(self) -> str:
-        self.ended = True
-        return "c"
-
-
-def test_a_ctrl_c_that_python_drops_ends_the_answer_all_the_same(capsys):
-    completion = Swallowing()
-    with pytest.raises(KeyboardInterrupt):
-        stream(completion, Printer())
-    assert completion.ended
-    assert capsys.readouterr() == ("ac\n", "")
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 # ---- answers that follow a grammar

@@ -9,7 +9,7 @@ import struct
 import pytest
 from command_line import GREEDY, PROMPT, Terminal, process
 
-from cli.app import fitted
+from cli.terminal import fitted
 
 fcntl = pytest.importorskip("fcntl")  # where there is none, there are no pseudo-terminals
 termios = pytest.importorskip("termios")

@@ -1,24 +1,33 @@
-"""Whatever fails around it - signals, disks, streams, files, the device - `minfer` ends in one line
-with a documented exit code, and leaves no half-written file."""
+"""Whatever fails around it - disks, other processes, the model file, memory, the device - `minfer`
+ends in one line with a documented exit code, and leaves no half-written file."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import stat
 import subprocess
 import sys
 import threading
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
-from command_line import CPU, GREEDY, PROMPT, ROOT, Terminal, minfer, one_error_line, process
+from command_line import (
+    CPU,
+    GREEDY,
+    MAIN,
+    PATIENCE_S,
+    ROOT,
+    minfer,
+    names,
+    one_error_line,
+    process,
+    unfinished,
+)
 from devices import simt_device
 from ggufs import write_gguf
-from test_store import DATA, hub, names, silent  # noqa: F401 - hub is a fixture
+from hub import DATA, silent
 
 import minfer_cuda.runners as runners
 from minfer_cuda import download, files, hubs, store
@@ -40,14 +49,6 @@ from minfer_cuda.runners import numpy_runner
 from minfer_cuda.saved_logits import SavedLogits, saving_logits
 
 resource = pytest.importorskip("resource")  # limits, which stand in for a full disk
-PATIENCE_S = 60  # with a loaded machine
-ENDINGS = {signal.SIGINT: (130, "interrupted"), signal.SIGTERM: (143, "terminated")}
-BY_SIGNAL = pytest.mark.parametrize("number", ENDINGS, ids=lambda number: number.name)
-
-
-def left_in(folder: Path) -> list[str]:
-    """Names of what was not finished."""
-    return [n for n in names(folder) if n.endswith((files.PART_SUFFIX, ".lock")) or "/." in f"/{n}"]
 
 
 @contextmanager
@@ -59,194 +60,6 @@ def small_disk(n_bytes: int):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-# ---- signals
-
-HERE = """
-import os, sys, time
-def here(*_, **__):
-    os.write(2, b"HERE\\n")
-    time.sleep(600)
-"""
-MAIN = "\nfrom cli.__main__ import main\nmain()\n"
-RUNNER = "from minfer_cuda.runners.numpy_runner import NumpyRunner as runner\n"
-MOMENTS = {
-    "import": """
-class Finder:
-    def find_spec(self, name, *_):
-        if name == "typer":
-            here()
-sys.meta_path.insert(0, Finder())
-""",
-    "load": "import minfer_cuda.weights as weights\nweights._readable = here\n",
-    "prefill": RUNNER + "runner.forward = here\n",
-    "stream": RUNNER
-    + """
-read, n = runner.read, 0
-def slow(self):
-    global n
-    n += 1
-    return here() if n > 3 else read(self)
-runner.read = slow
-""",
-    "save": "os.fsync = here\n",
-    "pull": "import minfer_cuda.download as download\ndownload._read = here\n",
-}
-
-
-def interrupted(number: int, code: str, *arguments, **options) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a process that gets a signal where it says that it is."""
-    command = [sys.executable, "-c", HERE + code, *map(str, arguments)]
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    running = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=os.environ | {"PYTHONPATH": paths} | options.pop("env", {}),
-        **{"stdin": subprocess.DEVNULL, **options},
-    )  # fmt: skip
-    with running:
-        before = []
-        while (line := running.stderr.readline()) != "HERE\n":
-            assert line, "".join(before)
-            before.append(line)
-        running.send_signal(number)
-        try:
-            out, err = running.communicate(timeout=PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            running.kill()
-            raise
-    return running.returncode, out, err
-
-
-@BY_SIGNAL
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_a_signal_at_any_moment_ends_in_one_line_and_leaves_nothing_half_written(
-    moment, number, model, tmp_path, request
-):
-    session = tmp_path / "chat.json"
-    session.write_text("[]\n")
-    arguments = ["generate", model, "hello", *GREEDY, "--ignore-eos"]
-    options = {}
-    if moment == "save":
-        (tmp_path / "message").write_text("hello\n")
-        arguments = ["chat", model, *GREEDY, "--session", session]
-        options["stdin"] = (tmp_path / "message").open()
-    elif moment == "pull":
-        request.getfixturevalue("hub").publish("a/b", m=DATA)
-        arguments = ["pull", "hf:a/b"]
-    code, out, err = interrupted(number, MOMENTS[moment] + MAIN, *arguments, **options)
-    wanted, word = ENDINGS[number]
-    assert (code, err.splitlines()[-1]) == (wanted, word)
-    assert "Traceback" not in err and "ignored" not in err
-    assert out.endswith("\n") if moment in ("stream", "save") else not out
-    assert session.read_text() == "[]\n"
-    left = left_in(tmp_path)
-    assert len(left) == (moment == "pull") and all("/hf/a/b/m.gguf." in n for n in left)  # resumed
-
-
-COMPILE = """
-import test_module as t
-from cli.process import run
-from minfer_cuda.kernels import compiler, module
-module._import_cupy = t.FakeCupy
-module.nvrtc_version = compiler.nvrtc_version = lambda: (12, 9)
-compiler._compile = here
-run(lambda: t.device_on(t.FakeDriver()).compile([("norm", "rms_norm"), ("read", "read_xor")]))
-"""
-
-
-@BY_SIGNAL
-def test_a_signal_does_not_wait_for_the_compiler(number, tmp_path):
-    env = {"MINFER_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    code, _, err = interrupted(number, COMPILE, env=env)
-    assert (code, err.splitlines()[-1]) == ENDINGS[number]
-    assert left_in(tmp_path) == []
-
-
-FINALISER = """
-from cli.process import run
-class Dropping:
-    def __del__(self):
-        here()
-def command():
-    Dropping()
-    time.sleep(600)
-run(command)
-"""
-
-
-@BY_SIGNAL
-def test_a_signal_that_python_drops_in_a_finaliser_comes_again(number):
-    code, _, err = interrupted(number, FINALISER)
-    assert (code, err) == (ENDINGS[number][0], f"{ENDINGS[number][1]}\n")
-
-
-def test_a_chat_that_is_terminated_gives_the_terminal_back(model, tmp_path):
-    termios = pytest.importorskip("termios")
-    terminal = Terminal(tmp_path, "chat", model, *GREEDY)
-    before = termios.tcgetattr(terminal.controller)
-    terminal.wait_for(PROMPT)
-    assert termios.tcgetattr(terminal.controller) != before  # it reads keys
-    terminal.process.send_signal(signal.SIGTERM)
-    terminal.wait_for("terminated")
-    assert termios.tcgetattr(terminal.controller) == before
-    assert terminal.exit_code() == 143
-    assert "Traceback" not in terminal.seen
-
-
-# ---- streams
-
-GENERATE = ("generate", "{model}", "hello", *GREEDY, "--ignore-eos")
-FULL = "error: cannot write to stdout: No space left on device"
-STREAMS = {  # shell redirection -> arguments, exit code, the last line on stderr or None
-    "> /dev/full": (GENERATE, 1, FULL),
-    "--json > /dev/full": (GENERATE, 1, FULL),
-    ">&-": (GENERATE, 0, "stopped: length limit"),
-    "2>&-": (GENERATE, 0, None),
-    "2> /dev/full": (GENERATE, 0, None),
-    "<&- >&- 2>&-": (GENERATE, 0, None),
-    "| true": (GENERATE, 0, "stopped:"),
-    "<&-": (("generate", "{model}", *GREEDY), 2, "error: the prompt is empty"),
-    " <&-": (("chat", "{model}", *GREEDY), 0, ""),
-    " > /dev/full": (("--help",), 1, FULL),
-    " | true": (("--help",), 0, ""),
-    " 2> /dev/full": (("generate", "--no-such-option"), 2, None),
-}
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
-@pytest.mark.parametrize(
-    ("streams", "unbuffered"),
-    [*((streams, "") for streams in STREAMS), ("> /dev/full", "1"), ("2> /dev/full", "1")],
-)
-def test_streams_that_are_closed_full_or_gone_end_as_documented(streams, unbuffered, model):
-    arguments, code, last = STREAMS[streams]
-    words = " ".join(f"'{word.format(model=model)}'" for word in arguments)
-    script = f"{sys.executable} -m cli {words} {streams.strip()}\nexit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(
-        ["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S,
-        env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
-    )  # fmt: skip
-    assert done.returncode == code, done.stderr
-    assert "Traceback" not in done.stderr and "ignored" not in done.stderr
-    lines = done.stderr.splitlines()
-    if last is None:
-        assert not lines
-        if ">&- " not in streams and code == 0:
-            assert done.stdout.strip()  # the answer goes on without notices
-    else:
-        assert last in (lines or [""])[-1]
-        assert sum(line.startswith("error") for line in lines) == int(code != 0)
-
-
-def test_a_closed_stream_is_never_the_place_of_another_file(model, tmp_path):
-    """With stderr closed, the session file would be opened as number 2 and get the notices."""
-    session = tmp_path / "chat.json"
-    script = f"{sys.executable} -m cli chat {model} {' '.join(GREEDY)} --session {session} 2>&-"
-    done = subprocess.run(["bash", "-c", script], cwd=ROOT, input="hello\n", text=True,
-                          capture_output=True)  # fmt: skip
-    assert done.returncode == 0
-    assert [m["role"] for m in json.loads(session.read_text())] == ["user", "assistant"]
 
 
 # ---- disks
@@ -316,7 +129,7 @@ def test_an_interrupt_while_a_kernel_is_kept_leaves_no_part_of_it(kernels, tmp_p
     assert names(tmp_path / "cache") == []
 
 
-def test_a_download_that_the_disk_does_not_take_ends_in_one_line_and_goes_on_later(hub, tmp_path):  # noqa: F811
+def test_a_download_that_the_disk_does_not_take_ends_in_one_line_and_goes_on_later(hub, tmp_path):
     hub.publish("a/b", m=DATA)
     with small_disk(100_000):
         result = minfer("pull", "hf:a/b")
@@ -328,7 +141,7 @@ def test_a_download_that_the_disk_does_not_take_ends_in_one_line_and_goes_on_lat
     assert names(tmp_path / "models") == ["hf/a/b/m.gguf"]
 
 
-def test_a_model_folder_that_cannot_be_written_ends_in_one_line(hub, tmp_path, monkeypatch):  # noqa: F811
+def test_a_model_folder_that_cannot_be_written_ends_in_one_line(hub, tmp_path, monkeypatch):
     hub.publish("a/b", m=DATA)
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "hf").write_text("a file where a folder should be")
@@ -395,10 +208,10 @@ def test_what_killed_processes_have_left_is_removed_after_an_hour(kernels, tmp_p
     new.write_bytes(b"half")
     os.utime(old, (0, 0))
     compile_cubin("read", "read_xor", 90)
-    assert left_in(folder) == [new.name]
+    assert unfinished(folder) == [new.name]
 
 
-def test_two_pulls_of_one_model_fetch_it_once(hub, tmp_path, monkeypatch):  # noqa: F811
+def test_two_pulls_of_one_model_fetch_it_once(hub, tmp_path, monkeypatch):
     hub.publish("a/b", m=DATA)
     waits = threading.Event()
     real, asked = download._read, []
@@ -451,7 +264,7 @@ def test_a_killed_process_keeps_no_lock(tmp_path):
     assert names(tmp_path) == []
 
 
-def test_a_model_that_vanishes_while_it_is_listed_has_no_bytes(hub):  # noqa: F811
+def test_a_model_that_vanishes_while_it_is_listed_has_no_bytes(hub):
     hub.publish("a/b", m=DATA)
     model = hubs.pull("hf:a/b", silent)
     (listed,) = store.models()

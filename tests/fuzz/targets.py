@@ -25,7 +25,7 @@ from conftest import tiny_vocabulary
 
 from cli import commands
 from cli.entries import piped_entries
-from cli.generate import read_prompt
+from cli.files import read_prompt
 from cli.main import app
 from cli.repl import Choices, Repl
 from cli.thinking import ThoughtSplitter
@@ -78,7 +78,6 @@ def folder() -> Path:
 
 def written(name: str, data: bytes) -> Path:
     path = folder() / name
-    path.unlink(missing_ok=True)  # an old one may still be mapped
     path.write_bytes(data)
     return path
 
