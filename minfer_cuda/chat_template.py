@@ -76,7 +76,7 @@ class ChatTemplate:
             return cls(CHATML, **texts)
         if override is not None:
             try:
-                return cls(Path(override).read_text("utf-8"), **texts)
+                return cls(Path(override).read_text("utf-8-sig"), **texts)
             except (OSError, ValueError) as error:
                 raise UsageError(f"--chat-template {override}: {error}") from error
         template_process.start()

@@ -125,8 +125,8 @@ class Conversation:
         try:
             with replacing(path) as file:
                 file.write(text.encode("utf-8"))
-        except OSError as error:
-            why = error.strerror or error
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+            why = getattr(error, "strerror", None) or error
             raise SessionError(f"cannot save the conversation to {path}: {why}") from error
 
     def load(self, path: str | os.PathLike[str]) -> None:
@@ -204,7 +204,7 @@ def read_messages(path: str | os.PathLike[str]) -> list[dict[str, str]]:
 
 def _read_turns(path: str | os.PathLike[str]) -> tuple[Turn, ...]:
     try:
-        messages = json.loads(Path(path).read_text("utf-8"))
+        messages = json.loads(Path(path).read_text("utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         why = getattr(error, "strerror", None) or error
         raise SessionError(f"cannot read the conversation in {path}: {why}") from error

@@ -15,9 +15,9 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from minfer_cuda.config import Qwen2Config
+from minfer_cuda.config import MAX_SIZE, Qwen2Config
 from minfer_cuda.errors import ContextFullError, UsageError
-from minfer_cuda.sampling import SamplingParams
+from minfer_cuda.sampling import MAX_LOGPROBS, SamplingParams
 
 SEED_BITS = 32  # of a seed that is drawn: short enough to be typed again
 
@@ -100,6 +100,8 @@ def check_sizes(n_ctx: int, n_batch: int) -> None:
     """What every runner asks of its sizes. Raises UsageError."""
     if n_ctx < 1 or n_batch < 1:
         raise UsageError(f"n_ctx is {n_ctx}, n_batch {n_batch}: both must be >= 1")
+    if n_ctx > MAX_SIZE:
+        raise UsageError(f"n_ctx is {n_ctx}: positions end at {MAX_SIZE}")
 
 
 def check_rows(n_tokens: int, n_out: int, n_batch: int) -> None:
@@ -154,10 +156,17 @@ class Engine:
         self.tokens: list[int] = []
         self.stats = Stats(seed=0, prompt_tokens=0)
         self._settled = 0  # tokens whose forward is certain; a step put off may yet fail
+        self._closed = False
 
     @property
     def n_ctx(self) -> int:
         return self.runner.n_ctx
+
+    def close(self) -> None:
+        """Free what the runner holds. Whoever generates from then on, also in an iteration begun
+        before, gets a UsageError."""
+        self._closed = True
+        self.runner.close()
 
     def rollback(self, n: int) -> None:
         """Keep only the first n tokens of the cache."""
@@ -185,6 +194,8 @@ class Engine:
         params.validate(self.config.n_vocab)
         if max_tokens is not None and max_tokens < 0:
             raise UsageError(f"max_tokens is {max_tokens}: must be >= 0")
+        if not 0 <= n_logprobs <= MAX_LOGPROBS:
+            raise UsageError(f"n_logprobs is {n_logprobs}: must be in 0..{MAX_LOGPROBS}")
         room = self.n_ctx - len(prompt) + 1
         limit = room if max_tokens is None else min(max_tokens, room)
         seed = secrets.randbits(SEED_BITS) if params.seed is None else params.seed
@@ -211,7 +222,17 @@ class Engine:
                     parts.append(self.runner.logits(rows))
         return np.concatenate(parts)
 
+    def _is_over(self, stats: Stats) -> bool:
+        """Whether a later call has ended the generation of `stats`: the cache is no longer its."""
+        self._check_open()
+        return self.stats is not stats
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("the model is closed: generate before `close` or the end of `with`")
+
     def _checked(self, ids: Sequence[int]) -> list[int]:
+        self._check_open()
         prompt = [int(i) for i in ids]
         if not prompt:
             raise UsageError("the prompt is empty: there is no token to continue from")
@@ -234,8 +255,8 @@ class Engine:
     ) -> Iterator[Token]:
         start = first = time.perf_counter()
         with self._exact_tokens():
-            if self.stats is not stats:
-                return  # another generation has begun: the cache is no longer this one's
+            if self._is_over(stats):
+                return
             stats.reused_tokens = self._common_prefix(prompt)
             self.rollback(stats.reused_tokens)
             for chunk in self._chunks(prompt[stats.reused_tokens :]):
@@ -244,7 +265,7 @@ class Engine:
             if limit > 0:
                 self.runner.sample(None if constraint is None else constraint.mask())
             for n in range(limit):
-                if self.stats is not stats:
+                if self._is_over(stats):
                     return
                 more = n + 1 < limit
                 position = len(prompt) + n if more else None

@@ -40,12 +40,12 @@ class Grammar:
         what cannot be enforced is refused."""
         from llguidance import LLMatcher
 
-        text = well_formed(schema) if isinstance(schema, str) else json.dumps(schema)
         try:
+            text = well_formed(schema) if isinstance(schema, str) else json.dumps(schema)
             source = LLMatcher.grammar_from_json_schema(
                 text, defaults={"whitespace_pattern": WHITESPACE}
             )
-        except ValueError as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise UsageError(f"the JSON schema cannot be read: {error}") from None
         return cls(source)._checked("JSON schema")
 

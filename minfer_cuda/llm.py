@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -19,19 +20,35 @@ from minfer_cuda.stops import TextStream
 from minfer_cuda.tokenizer import Tokenizer
 
 
+class Turn:
+    """A context manager that one thread at a time may enter; another gets a UsageError."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        if not self.lock.acquire(blocking=False):
+            raise UsageError("another thread generates with this model: one at a time")
+
+    def __exit__(self, *error: object) -> None:
+        self.lock.release()
+
+
 class Completion(Iterator[str]):
     """The pieces of one answer, each computed when it is asked for.
 
     `text` is what was given out so far, `tokens` what was generated, the end token too; `stats`
-    is kept current. Iterating another completion of the same model ends this one for good.
+    is kept current. Iterating another completion of the same model ends this one for good; while
+    another thread computes a piece of any, `next` raises UsageError.
     """
 
-    def __init__(self, tokens: Iterator[Token], stream: TextStream, stats: Stats):
+    def __init__(self, tokens: Iterator[Token], stream: TextStream, stats: Stats, turn: Turn):
         self.tokens: list[Token] = []
         self.text = ""
         self.stats = stats
         self._source = tokens
         self._stream = stream
+        self._turn = turn
         self._open = True
 
     @property
@@ -46,6 +63,10 @@ class Completion(Iterator[str]):
         return "stop string" if self._stream.stopped is not None else self.stats.finish_reason
 
     def __next__(self) -> str:
+        with self._turn:
+            return self._next()
+
+    def _next(self) -> str:
         while self._open:
             token = next(self._source, None)
             if token is None:
@@ -74,7 +95,8 @@ class Completion(Iterator[str]):
 
 
 class LLM:
-    """A model, loaded and ready. A context manager: `close` frees the device's memory.
+    """A model, loaded and ready. A context manager: `close` frees the device's memory. It answers
+    one thread at a time; to another that asks meanwhile it gives a UsageError.
 
     path            a .gguf file, of a split model its first part
     n_ctx           positions of the KV cache; 0: what the model was trained for
@@ -131,6 +153,7 @@ class LLM:
                 raise OutOfMemoryError(problem) from error
             raise
         self.engine = Engine(runner, self.config)
+        self._turn = Turn()
         self._open = True
 
     @property
@@ -242,21 +265,25 @@ class LLM:
         if params is not None and sampling:
             raise UsageError(f"params and {', '.join(sampling)} are given: take one or the other")
         stream = TextStream(self.tokenizer, (stop,) if isinstance(stop, str) else stop)
-        tokens = self.engine.generate(
-            ids,
-            params or self.sampling(**sampling),
-            max_tokens,
-            self.tokenizer.end_ids.union(end_ids),
-            n_logprobs,
-            None if grammar is None else self._matcher(grammar),
-        )
-        return Completion(tokens, stream, self.engine.stats)
+        with self._turn:
+            tokens = self.engine.generate(
+                ids,
+                params or self.sampling(**sampling),
+                max_tokens,
+                self.tokenizer.end_ids.union(end_ids),
+                n_logprobs,
+                None if grammar is None else self._matcher(grammar),
+            )
+            return Completion(tokens, stream, self.engine.stats, self._turn)
 
     @cached_property
     def _grammar_vocabulary(self) -> GrammarVocabulary:
         return GrammarVocabulary(self.tokenizer, self.config.n_vocab)
 
     def _matcher(self, grammar: Grammar) -> Matcher:
+        if not isinstance(grammar, Grammar):
+            made = "Grammar.json_schema, Grammar.lark or Grammar.regex"
+            raise UsageError(f"grammar is of type {type(grammar).__name__}: make one by {made}")
         matcher = self._grammar_vocabulary.matcher(grammar)
         for notice in matcher.notices:
             self._say(notice)
@@ -267,7 +294,8 @@ class LLM:
         if self._open:
             self._open = False
             try:
-                self.engine.runner.close()
+                with self._turn.lock:  # not while another thread computes
+                    self.engine.close()
             finally:
                 self.file.close()
 

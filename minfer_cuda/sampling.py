@@ -36,6 +36,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -43,8 +44,14 @@ import numpy as np
 from minfer_cuda.errors import ModelFileError, NumericsError, UsageError
 
 MAX_SEED = 2**64 - 1
+MAX_LOGPROBS = 32  # most likely tokens that a draw can name
+MAX_FLOAT32 = float(np.finfo(np.float32).max)
 GREEDY_BELOW = 1e-6  # a temperature under this is argmax
 MASS_ONE = float(1 << 40)  # the mass of the most likely candidate
+
+REALS = (
+    "temperature", "top_p", "min_p", "repeat_penalty", "frequency_penalty", "presence_penalty",
+)  # fmt: skip
 
 # GGUF metadata that a model's author may set, and the field it is the default of
 METADATA_FIELDS = {
@@ -96,17 +103,16 @@ class SamplingParams:
     def validate(self, n_vocab: int | None = None) -> None:
         """Raise UsageError for a value that means nothing; with `n_vocab` also for a bias on an
         id that does not exist."""
+        self._check_kinds()
         for name in ("temperature", "top_p", "min_p"):
-            _require(math.isfinite(v := getattr(self, name)) and v >= 0, name, v, ">= 0")
+            v = getattr(self, name)
+            _require(v >= 0 and _fits_float32(v), name, v, "a number >= 0")
         _require(self.min_p <= 1, "min_p", self.min_p, "in 0..1")
-        _require(
-            math.isfinite(self.repeat_penalty) and self.repeat_penalty > 0,
-            "repeat_penalty",
-            self.repeat_penalty,
-            "> 0 (1 is off)",
-        )
+        v = self.repeat_penalty
+        positive = _fits_float32(v) and np.float32(v) > 0
+        _require(positive, "repeat_penalty", v, "a number > 0 (1 is off)")
         for name in ("frequency_penalty", "presence_penalty"):
-            _require(math.isfinite(v := getattr(self, name)), name, v, "finite")
+            _require(_fits_float32(v := getattr(self, name)), name, v, "finite")
         _require(self.top_k >= 0, "top_k", self.top_k, ">= 0 (0 is off)")
         _require(
             self.penalty_window >= -1,
@@ -117,9 +123,19 @@ class SamplingParams:
         if self.seed is not None:
             _require(0 <= self.seed <= MAX_SEED, "seed", self.seed, f"in 0..{MAX_SEED}")
         for token, bias in self.logit_bias.items():
-            _require(bias < math.inf, f"logit_bias of id {token}", bias, "a number or -inf")
+            good = bias == -math.inf or _fits_float32(bias)
+            _require(good, f"logit_bias of id {token}", bias, "a number or -inf")
             if n_vocab is not None:
                 _require(0 <= token < n_vocab, "logit_bias id", token, f"in 0..{n_vocab - 1}")
+
+    def _check_kinds(self) -> None:
+        """Whole numbers and numbers where they belong: 2.5 tokens would fail at the first draw."""
+        for name in ("top_k", "penalty_window", "seed"):
+            v = getattr(self, name)
+            good = isinstance(v, Integral) or (name == "seed" and v is None)
+            _require(good, name, v, "a whole number")
+        for name in REALS:
+            _require(isinstance(v := getattr(self, name), Real), name, v, "a number")
 
     @property
     def greedy(self) -> bool:
@@ -130,7 +146,14 @@ class SamplingParams:
 def _file_number(key: str, value: object, kind: type) -> Any:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ModelFileError(f"{key} is {value!r}: must be a number")
+    if not math.isfinite(value):
+        raise ModelFileError(f"{key} is {value}: must be finite")
     return kind(value)
+
+
+def _fits_float32(value: float) -> bool:
+    """Whether `value` is finite in float32, in which the sampler computes."""
+    return abs(value) <= MAX_FLOAT32
 
 
 def _require(good: bool, name: str, value: object, what: str) -> None:
@@ -219,9 +242,9 @@ def candidates(logits: np.ndarray, params: SamplingParams) -> tuple[np.ndarray, 
         enough = sums.astype(np.float64) >= np.float64(top_p) * np.float64(sums[-1])
         ids = ids[: int(np.argmax(enough)) + 1]
         z = z[: ids.size]
-    if params.min_p > 0:
+    if (low := np.float32(params.min_p)) > 0:
         # z descends, so this is a prefix too
-        keep = int(np.count_nonzero(z >= np.float32(math.log(np.float32(params.min_p)))))
+        keep = int(np.count_nonzero(z >= np.float32(math.log(low))))
         ids, z = ids[:keep], z[:keep]
     return ids, _masses(z, float(np.float32(params.temperature)))
 

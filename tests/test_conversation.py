@@ -251,6 +251,9 @@ def test_a_session_survives_the_round_trip(chat, tiny_tokenizer, tmp_path):
     other = Conversation(ChatTemplate(CHATML), tiny_tokenizer, 4096)
     other.load(path)
     assert other.messages == chat.messages
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())  # as some editors save it
+    other.load(path)
+    assert other.messages == chat.messages
     assert spelt(tiny_tokenizer, other.prompt_ids()) == spelt(tiny_tokenizer, chat.prompt_ids())
 
 
@@ -291,3 +294,5 @@ def test_a_failed_save_leaves_the_old_file_and_nothing_else(chat, tmp_path, monk
     assert os.listdir(tmp_path) == ["s.json"]
     with pytest.raises(SessionError, match="missing"):
         chat.save(tmp_path / "missing" / "s.json")
+    with pytest.raises(SessionError, match="null byte"):
+        chat.save("a\0b")

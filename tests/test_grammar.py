@@ -165,6 +165,20 @@ def test_what_cannot_be_read_or_kept_is_refused_in_one_line(make, text, message)
     assert "1 |" not in str(caught.value)
 
 
+def test_a_schema_that_json_cannot_hold_is_refused():
+    ring: dict = {}
+    ring["not"] = ring
+    for schema in ({"const": {1}}, ring, b"{}"):
+        with pytest.raises(UsageError, match="cannot be read"):
+            Grammar.json_schema(schema)
+
+
+def test_a_schema_in_place_of_a_grammar_is_refused_with_what_makes_one(llm):
+    for schema in ('{"type": "object"}', {"type": "object"}):
+        with pytest.raises(UsageError, match=r"Grammar\.json_schema"):
+            llm.generate("a", grammar=schema)
+
+
 def test_bytes_that_are_no_utf8_are_taken_as_everywhere(llm):
     """An argument's bytes come as lone surrogates; they stand for U+FFFD."""
     assert answer(llm, Grammar.regex("a\udc80"), temperature=0).text == "a\ufffd"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 
 import pytest
 from ggufs import write_gguf
@@ -12,6 +13,7 @@ import minfer_cuda
 from minfer_cuda import LLM, SamplingParams
 from minfer_cuda.errors import ContextFullError, DeviceError, TemplateError, UsageError
 from minfer_cuda.runners import numpy_runner
+from minfer_cuda.sampling import MAX_LOGPROBS
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +98,9 @@ def test_sampling_options_are_checked_at_the_call(llm):
         llm.generate("hello", top_p=-1.0)
     with pytest.raises(UsageError, match="top_k"):
         llm.generate("hello", params=SamplingParams(), top_k=3)
+    for n in (-1, MAX_LOGPROBS + 1):
+        with pytest.raises(UsageError, match="n_logprobs"):
+            llm.generate("hello", n_logprobs=n)
     with pytest.raises(ContextFullError, match="128"):
         llm.generate("hello " * 200)
 
@@ -120,8 +125,9 @@ def test_a_context_of_zero_is_the_models_and_a_longer_one_is_said_aloud(path):
     with LLM(path, n_ctx=600, device="cpu", notify=heard.append) as llm:
         assert heard == llm.notices
         assert any("600" in notice and "512" in notice for notice in heard)
-    with pytest.raises(UsageError, match="n_ctx"):
-        LLM(path, n_ctx=-1, device="cpu")
+    for n_ctx in (-1, 2**31, 2**63):
+        with pytest.raises(UsageError, match="n_ctx"):
+            LLM(path, n_ctx=n_ctx, device="cpu")
 
 
 def no_device(ordinal: int) -> None:
@@ -168,6 +174,46 @@ def test_a_failure_while_loading_closes_the_file(path, monkeypatch):
     with pytest.raises(TypeError):
         LLM(path, n_ctx=16, device="cpu")
     assert closed == [path]
+
+
+def test_a_closed_model_says_so_to_old_and_new_answers(path):
+    with LLM(path, n_ctx=64, device="cpu") as llm:
+        unused, begun = llm.generate("a", **GREEDY), llm.generate("hello", **GREEDY)
+        next(begun)
+    for ask in (lambda: next(begun), lambda: next(unused), lambda: llm.generate("b")):
+        with pytest.raises(UsageError, match="closed"):
+            ask()
+    assert begun.text + begun.end() == llm.tokenizer.decode(begun.ids)
+
+
+def test_a_second_thread_is_refused_while_the_first_computes(llm, monkeypatch):
+    """Two at once would mix their tokens in one cache."""
+    computes, go_on, errors = threading.Event(), threading.Event(), []
+    read = llm.engine.runner.read
+
+    def slow_read():
+        computes.set()
+        assert go_on.wait(60)
+        return read()
+
+    def second():
+        computes.wait(60)
+        for ask in (lambda: next(first), lambda: llm.generate("b")):
+            try:
+                ask()
+            except UsageError as error:
+                errors.append(str(error))
+        go_on.set()
+
+    first = llm.generate("hello", raw=True, **GREEDY)
+    monkeypatch.setattr(llm.engine.runner, "read", slow_read)
+    thread = threading.Thread(target=second)
+    thread.start()
+    text = "".join(first)
+    thread.join()
+    assert [("another thread" in error) for error in errors] == [True, True]
+    assert text == llm.tokenizer.decode(first.ids)
+    assert first.finish_reason in ("length", "stop")
 
 
 def test_importing_the_package_imports_nothing_heavy():

@@ -140,6 +140,10 @@ def test_min_p_is_relative_to_the_most_likely(p, n):
     assert kept(logits, min_p=p) == list(range(n))
 
 
+def test_a_min_p_below_every_float32_keeps_all():
+    assert kept(row(4, 1, -9), min_p=1e-300) == [0, 1, 2]
+
+
 def test_min_p_of_one_keeps_all_that_tie_with_the_first():
     assert kept(row(2, 1, 2), min_p=1.0) == [0, 2]
 
@@ -243,20 +247,27 @@ def test_sampling_does_not_change_its_input():
         {"temperature": -0.1},
         {"temperature": math.nan},
         {"temperature": math.inf},
+        {"temperature": 1e300},  # the sampler computes in float32
+        {"temperature": "hot"},
+        {"top_k": 2.5},
         {"top_k": -1},
         {"top_p": -0.5},
         {"top_p": math.nan},
         {"min_p": -0.1},
         {"min_p": 1.1},
         {"repeat_penalty": 0.0},
+        {"repeat_penalty": 1e-300},
         {"repeat_penalty": math.nan},
         {"frequency_penalty": math.nan},
         {"presence_penalty": math.inf},
+        {"presence_penalty": -1e300},
         {"penalty_window": -2},
         {"seed": -1},
         {"seed": 2**64},
+        {"seed": 1.5},
         {"logit_bias": {1: math.nan}},
         {"logit_bias": {1: math.inf}},
+        {"logit_bias": {1: 1e300}},
         {"logit_bias": {10: 1.0}},
         {"logit_bias": {-1: 1.0}},
     ],
@@ -284,6 +295,8 @@ def test_an_unknown_option_is_refused_by_name():
 def test_a_default_of_the_file_that_is_no_number_is_refused_by_key():
     with pytest.raises(ModelFileError, match="general.sampling.temp"):
         SamplingParams.from_metadata({"general.sampling.temp": "hot"})
+    with pytest.raises(ModelFileError, match="general.sampling.top_k"):
+        SamplingParams.from_metadata({"general.sampling.top_k": math.nan})
 
 
 # ---- log probabilities
