@@ -16,22 +16,6 @@ class TokenBytes(Protocol):
         """The bytes that `token` adds to the output."""
 
 
-class Utf8Stream:
-    """Bytes in, text out. A character is given out once its last byte is there; bytes that cannot
-    be UTF-8 become U+FFFD. The sum of the pieces equals `bytes.decode("utf-8", "replace")`."""
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def push(self, data: bytes) -> str:
-        """The characters that `data` completes."""
-        return self._decoder.decode(data)
-
-    def flush(self) -> str:
-        """The end: a character left unfinished becomes U+FFFD."""
-        return self._decoder.decode(b"", final=True)
-
-
 class StopMatcher:
     """Cuts a stream of text at the first stop string.
 
@@ -77,11 +61,15 @@ class StopMatcher:
 
 
 class TextStream:
-    """Token ids in, printable text out, ended by stop strings. `stopped` is the one found."""
+    """Token ids in, printable text out, ended by stop strings. `stopped` is the one found.
+
+    A character is given out once its last byte is there; bytes that cannot be UTF-8 become U+FFFD.
+    Without a stop the pieces make `bytes.decode("utf-8", "replace")` of all tokens' bytes.
+    """
 
     def __init__(self, tokenizer: TokenBytes, stops: Sequence[str] = ()):
         self._tokenizer = tokenizer
-        self._utf8 = Utf8Stream()
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._matcher = StopMatcher(stops)
 
     @property
@@ -91,8 +79,8 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """The text that `token` makes certain; may be empty."""
-        return self._matcher.push(self._utf8.push(self._tokenizer.token_bytes(token)))
+        return self._matcher.push(self._utf8.decode(self._tokenizer.token_bytes(token)))
 
     def finish(self) -> str:
         """The rest, after the last token. Check `stopped` again: it may be set here."""
-        return self._matcher.push(self._utf8.flush()) + self._matcher.finish()
+        return self._matcher.push(self._utf8.decode(b"", final=True)) + self._matcher.finish()

@@ -1,17 +1,19 @@
 """`minfer info`: what is in a file, in text that no file can turn against the terminal."""
 
+import struct
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import pytest
-from ggufs import write_gguf
+from ggufs import RawGGUF, tensor_entry, write_gguf
 
 from minfer_cuda.config import Qwen2Config
 from minfer_cuda.gguf import GGUFFile
 from minfer_cuda.info import check, describe, size
 from minfer_cuda.printable import printable
+from minfer_cuda.quants import quant_type
 
 
 def described(path: Path, n_ctx: int = 4096, **options: Any) -> str:
@@ -70,6 +72,14 @@ def test_a_file_of_another_architecture_is_still_described(tmp_path: Path) -> No
     assert "llama" in shown and "Model" not in shown
 
 
+def test_sizes_have_units() -> None:
+    got = [size(n) for n in (0, 1023, 1536, 5 << 20, 3 << 30)]
+    assert got == ["0 bytes", "1023 bytes", "1.5 KiB", "5.0 MiB", "3.00 GiB"]
+
+
+# --check
+
+
 def test_a_sound_file_passes_the_check(tmp_path: Path) -> None:
     with GGUFFile.open(write_gguf(tmp_path / "x.gguf", types="Q4_K", output_bias=True)) as file:
         assert check(file) == []
@@ -104,6 +114,65 @@ def test_the_check_names_bad_norms_and_biases(tmp_path: Path) -> None:
     assert "blk.0.attn_q.bias (F32): 1 values" in found and "column 7" in found
 
 
-def test_sizes_have_units() -> None:
-    got = [size(n) for n in (0, 1023, 1536, 5 << 20, 3 << 30)]
-    assert got == ["0 bytes", "1023 bytes", "1.5 KiB", "5.0 MiB", "3.00 GiB"]
+BY_HALF = {  # type: byte of a block at which a half NaN makes values NaN
+    "F16": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,),
+    "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+    "IQ2_XXS": (0,), "IQ2_XS": (0,), "IQ2_S": (0,), "IQ3_XXS": (0,), "IQ3_S": (0,), "IQ1_S": (0,),
+    "IQ4_NL": (0,), "IQ4_XS": (0,), "TQ1_0": (52,), "TQ2_0": (64,),
+}  # fmt: skip
+NAN_BLOCKS = [
+    (kind, {at: byte for at, byte in enumerate(struct.pack("<e", value), at)})
+    for kind, places in BY_HALF.items()
+    for at in places
+    for value in (float("nan"), float("inf"))
+] + [
+    ("F32", {2: 0xC0, 3: 0x7F}),
+    ("BF16", {0: 0xC0, 1: 0x7F}),
+    ("IQ1_M", {49: 0, 51: 0, 53: 0xE0, 55: 0x70}),  # a half in the high nibbles of four words
+]
+FINITE = ("MXFP4", "NVFP4")  # whose scales have no NaN and no Inf as `gguf` reads them
+WHOLE_NUMBERS = ("I8", "I16", "I32", "I64")
+
+
+def one_tensor(path: Path, kind: str, block: bytes) -> Path:
+    """A file of one tensor, two rows of one block each, the second as given."""
+    quant = quant_type(int(gguf.GGMLQuantizationType[kind]), "")
+    sound = bytes(np.ones(quant.block_bytes, np.uint8))
+    entry = tensor_entry("w", [quant.block_size, 2], quant.type_id, 0)
+    return RawGGUF(entries=[entry], data=sound + block).write(path)
+
+
+@pytest.mark.parametrize(("kind", "edits"), NAN_BLOCKS)
+def test_the_check_names_a_tensor_with_a_nan_or_inf_scale(tmp_path, kind, edits):
+    block = bytearray(
+        np.ones(quant_type(int(gguf.GGMLQuantizationType[kind]), "").block_bytes, "u1")
+    )
+    with GGUFFile.open(one_tensor(tmp_path / "sound", kind, bytes(block))) as file:
+        assert check(file) == []
+    for at, byte in edits.items():
+        block[at] = byte
+    with GGUFFile.open(one_tensor(tmp_path / "bad", kind, bytes(block))) as file:
+        (found,) = check(file)
+    assert found.startswith(f"tensor w ({kind}): ") and "first in row 1" in found
+
+
+@pytest.mark.parametrize("kind", FINITE)
+def test_a_type_whose_scales_cannot_be_nan_is_finite_whatever_byte_is_where(kind):
+    quant = quant_type(int(gguf.GGMLQuantizationType[kind]), "")
+    blocks = np.ones((256 * quant.block_bytes, quant.block_bytes), np.uint8)
+    rows = np.arange(len(blocks))
+    blocks[rows, rows // 256] = rows % 256
+    assert np.isfinite(quant.dequantize(blocks)).all()
+
+
+OTHERS = {kind.name for kind in gguf.GGMLQuantizationType} - {*dict(NAN_BLOCKS), *FINITE}
+
+
+@pytest.mark.parametrize("kind", sorted(OTHERS))
+def test_every_other_type_has_no_nan_or_is_said_to_be_unknown(tmp_path, kind):
+    quant = quant_type(int(gguf.GGMLQuantizationType[kind]), "")
+    with GGUFFile.open(one_tensor(tmp_path / "x", kind, bytes(quant.block_bytes))) as file:
+        told = check(file)
+    assert told == (
+        [] if kind in WHOLE_NUMBERS else [f"tensor w ({kind}): its values are not known"]
+    )

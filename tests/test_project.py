@@ -2,6 +2,7 @@
 
 import ast
 import hashlib
+import json
 import os
 import re
 import subprocess
@@ -136,12 +137,10 @@ def gpu_suite(tmp_path):
         done = subprocess.run(
             [*command, "-p", "no:cacheprovider", f"--gpu-record={record}"],
             cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": paths},
+            env=os.environ | {"PYTHONPATH": paths, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
             capture_output=True,
             text=True,
         )
-        import json
-
         return done, json.loads(record.read_text()) if record.exists() else None
 
     return run_suite
@@ -188,3 +187,34 @@ def test_tests_that_pass_on_a_machine_without_a_gpu_make_no_record(gpu_suite):
 def test_an_interrupted_gpu_run_fails(gpu_suite):
     done, _ = gpu_suite("@pytest.mark.gpu\ndef test_stop(): raise KeyboardInterrupt\n")
     assert done.returncode != 0
+
+
+# the audit of the dependencies
+
+SOUND = {"name": "numpy", "version": "2", "vulns": []}
+BAD = {"name": "x", "version": "1", "vulns": [{"id": "CVE-1", "fix_versions": ["1.1"]}]}
+SKIPPED = {"name": "y", "skip_reason": "not found"}
+OURS = {"name": "minfer-cuda", "skip_reason": "editable"}
+
+
+@pytest.mark.parametrize(
+    ("packages", "told", "expected"),
+    [
+        ([SOUND, OURS], "", "sound"),
+        ([SOUND, BAD, SKIPPED], "", "vulnerable"),
+        ([SOUND, SKIPPED], "", "incomplete"),
+        ([SKIPPED, OURS], "", "unreachable"),
+        ([], "requests.exceptions.ConnectionError: no route", "unreachable"),
+        ([], "No module named pip_audit", "incomplete"),
+        ([], "", "incomplete"),
+    ],
+)
+def test_an_audit_passes_only_what_was_looked_up(packages, told, expected):
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        from audit import verdict
+    finally:
+        sys.path.pop(0)
+    found, lines = verdict(packages, told)
+    assert found == expected and lines
+    assert ("no known vulnerability" in lines[0]) == (expected == "sound")

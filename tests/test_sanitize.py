@@ -91,10 +91,11 @@ def child(folder: Path, *options: str) -> dict:
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    gpu: needs a GPU\n")
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "sanitize", "-q"]
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     done = subprocess.run(
         [*command, "-p", "no:cacheprovider", f"--shard-report={report}", *options],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])},
+        env=os.environ | {"PYTHONPATH": paths, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
     )

@@ -5,13 +5,11 @@ from __future__ import annotations
 import ast
 import json
 import os
-import struct
 import subprocess
 import sys
 import tracemalloc
 from pathlib import Path
 
-import gguf
 import ggufs
 import numpy as np
 import pytest
@@ -28,8 +26,6 @@ from minfer_cuda.chat_template import ChatTemplate
 from minfer_cuda.config import Qwen2Config
 from minfer_cuda.errors import MinferError, ModelFileError, TemplateError, UsageError
 from minfer_cuda.gguf import GGUFFile
-from minfer_cuda.info import check
-from minfer_cuda.quants import quant_type
 from minfer_cuda.tokenizer import Tokenizer
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -389,68 +385,6 @@ def test_more_entries_than_any_model_has_are_refused(tmp_path, kind):
         GGUFFile.open(built.write(tmp_path / "x.gguf"))
 
 
-# weights
-
-BY_HALF = {  # type: byte of a block at which a half NaN makes values NaN
-    "F16": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,),
-    "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
-    "IQ2_XXS": (0,), "IQ2_XS": (0,), "IQ2_S": (0,), "IQ3_XXS": (0,), "IQ3_S": (0,), "IQ1_S": (0,),
-    "IQ4_NL": (0,), "IQ4_XS": (0,), "TQ1_0": (52,), "TQ2_0": (64,),
-}  # fmt: skip
-NAN_BLOCKS = [
-    (kind, {at: byte for at, byte in enumerate(struct.pack("<e", value), at)})
-    for kind, places in BY_HALF.items()
-    for at in places
-    for value in (float("nan"), float("inf"))
-] + [
-    ("F32", {2: 0xC0, 3: 0x7F}),
-    ("BF16", {0: 0xC0, 1: 0x7F}),
-    ("IQ1_M", {49: 0, 51: 0, 53: 0xE0, 55: 0x70}),  # a half in the high nibbles of four words
-]
-FINITE = ("MXFP4", "NVFP4")  # whose scales have no NaN and no Inf as `gguf` reads them
-WHOLE_NUMBERS = ("I8", "I16", "I32", "I64")
-
-
-def one_tensor(path: Path, kind: str, block: bytes) -> Path:
-    """A file of one tensor, two rows of one block each, the second as given."""
-    quant = quant_type(int(gguf.GGMLQuantizationType[kind]), "")
-    sound = bytes(np.ones(quant.block_bytes, np.uint8))
-    entry = tensor_entry("w", [quant.block_size, 2], quant.type_id, 0)
-    return RawGGUF(entries=[entry], data=sound + block).write(path)
-
-
-@pytest.mark.parametrize(("kind", "edits"), NAN_BLOCKS)
-def test_the_check_names_a_tensor_with_a_nan_or_inf_scale(tmp_path, kind, edits):
-    block = bytearray(
-        np.ones(quant_type(int(gguf.GGMLQuantizationType[kind]), "").block_bytes, "u1")
-    )
-    with GGUFFile.open(one_tensor(tmp_path / "sound", kind, bytes(block))) as file:
-        assert check(file) == []
-    for at, byte in edits.items():
-        block[at] = byte
-    with GGUFFile.open(one_tensor(tmp_path / "bad", kind, bytes(block))) as file:
-        (found,) = check(file)
-    assert found.startswith(f"tensor w ({kind}): ") and "first in row 1" in found
-
-
-@pytest.mark.parametrize("kind", [kind.name for kind in gguf.GGMLQuantizationType])
-def test_every_type_is_checked_has_no_nan_or_is_said_to_be_unknown(tmp_path, kind):
-    quant = quant_type(int(gguf.GGMLQuantizationType[kind]), "")
-    if kind in dict(NAN_BLOCKS):
-        return
-    if kind in FINITE:
-        blocks = np.ones((256 * quant.block_bytes, quant.block_bytes), np.uint8)
-        rows = np.arange(len(blocks))
-        blocks[rows, rows // 256] = rows % 256
-        assert np.isfinite(quant.dequantize(blocks)).all()
-        return
-    with GGUFFile.open(one_tensor(tmp_path / "x", kind, bytes(quant.block_bytes))) as file:
-        told = check(file)
-    assert told == (
-        [] if kind in WHOLE_NUMBERS else [f"tensor w ({kind}): its values are not known"]
-    )
-
-
 # code
 
 EXECUTES = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
@@ -487,34 +421,3 @@ def test_a_file_without_a_name_is_called_by_its_path_made_printable(tmp_path):
     path = ggufs.write_gguf(tmp_path / "a\x1b[2J.gguf", **SMALL, drop=["general.name"])
     with GGUFFile.open(path) as file:
         assert Qwen2Config.from_gguf(file).name == "a\\x1b[2J"
-
-
-# the audit of the dependencies
-
-SOUND = {"name": "numpy", "version": "2", "vulns": []}
-BAD = {"name": "x", "version": "1", "vulns": [{"id": "CVE-1", "fix_versions": ["1.1"]}]}
-SKIPPED = {"name": "y", "skip_reason": "not found"}
-OURS = {"name": "minfer-cuda", "skip_reason": "editable"}
-
-
-@pytest.mark.parametrize(
-    ("packages", "told", "expected"),
-    [
-        ([SOUND, OURS], "", "sound"),
-        ([SOUND, BAD, SKIPPED], "", "vulnerable"),
-        ([SOUND, SKIPPED], "", "incomplete"),
-        ([SKIPPED, OURS], "", "unreachable"),
-        ([], "requests.exceptions.ConnectionError: no route", "unreachable"),
-        ([], "No module named pip_audit", "incomplete"),
-        ([], "", "incomplete"),
-    ],
-)
-def test_an_audit_passes_only_what_was_looked_up(packages, told, expected):
-    sys.path.insert(0, str(ROOT / "scripts"))
-    try:
-        from audit import verdict
-    finally:
-        sys.path.pop(0)
-    found, lines = verdict(packages, told)
-    assert found == expected and lines
-    assert ("no known vulnerability" in lines[0]) == (expected == "sound")
