@@ -2,12 +2,14 @@
 
     python benchmarks/kernels.py --sizes 0.5b,7b --kernels matvec,gate_up,qkv
     python benchmarks/kernels.py --sizes 7b --kernels matmul --types Q4_K --rows 16,512
+    python benchmarks/kernels.py --sizes 7b --kernels matmul_f16 --types all --rows 512,2048
     python benchmarks/kernels.py --phases 7b --depths 0,4096
 
 Launches are captured in a graph, as a decode step is, and go round over copies of their weights or
 caches that together exceed the L2 cache; medians of 20 replays. The read ceiling is measured first,
-on the same card. `--phases` times the phases of a whole decode step (phases.py). The result, with
-card, driver, commit and command, is the last line of stdout and a file.
+on the same card. `--types all` compares tensor types, `--phases` times the phases of a whole decode
+step (phases.py). The result, with card, driver, commit and command, is the last line of stdout and
+a file.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from benchmarks.family import FTYPES, SIZES
 from minfer_cuda.errors import MinferError
 from minfer_cuda.kernels.module import CudaDevice
 from minfer_cuda.kernels.read import read_bandwidth
+from minfer_cuda.quants import QUANT_TYPES, QuantType
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,9 @@ def measured(case: cases.Case, bed: Bed, timer: measure.Timer, ceiling: Ceiling)
         "copies": work.copies,
     }
     if case.ops:
-        row["tops"] = round(1e-12 * case.ops / median, 2)
+        row |= {"tops": round(1e-12 * case.ops / median, 2), "product": case.product}
+        if case.product in ceiling.mma:
+            row["of_mma"] = round(case.ops / ceiling.mma[case.product] / median, 3)
     if found := ceiling.share(case, median):
         row |= {"share": round(found[0], 3), "of": found[1]}
     return row
@@ -122,13 +127,23 @@ def compile_all(device: CudaDevice, chosen: Sequence[cases.Case]) -> None:
     measure.say(f"{len(names)} kernels, {time.perf_counter() - start:.1f} s")
 
 
+def is_product(quant: QuantType) -> bool:
+    """Whether a type has matrices that tensor cores multiply: F32 keeps its precision."""
+    return quant.cuda_name is not None and quant.name != "F32"
+
+
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add: Callable[..., Any] = parser.add_argument
     add("--sizes", type=measure.listed, default="0.5b,1.5b,7b,14b,32b", help=",".join(SIZES))
     add("--kernels", type=measure.listed, default=",".join(cases.KERNELS))
     add("--ftype", choices=FTYPES, default="q4_k_m", help="whose tensor types are taken")
-    add("--types", type=measure.listed, default="", help="these types instead, in every role")
+    add(
+        "--types",
+        type=measure.listed,
+        default="",
+        help="these types instead, in every role; all: each but F32",
+    )
     add("--rows", type=measure.numbers, default="2,16,64,128,512,2048", help="of matmul")
     add("--depths", type=measure.numbers, default="128,4096,16384", help="of decode attention")
     add("--prefill", type=measure.numbers, default="512,2048,16384", help="tokens of attention")
@@ -137,8 +152,12 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seconds", type=float, default=600, help="begin no case after that many")
     add("--device", type=int, default=0)
     add("--commit", help="of the source tree, where it cannot tell")
-    add("--out", type=Path, help="default: benchmarks/results/kernels.json, phases-SIZE.json")
+    add("--out", type=Path, help="default: kernels.json, types.json or phases-NAME.json of results")
     options = parser.parse_args(words)
+    options.kind = "phases" if options.phases else "kernels"
+    if options.types == ["all"]:
+        options.kind = "types"
+        options.types = [quant.name for quant in QUANT_TYPES.values() if is_product(quant)]
     for name, allowed in (("sizes", SIZES), ("kernels", cases.KERNELS)):
         if unknown := set(getattr(options, name)) - set(allowed):
             parser.error(f"--{name}: {', '.join(sorted(unknown))} not in {', '.join(allowed)}")
@@ -154,7 +173,7 @@ def main() -> None:
     ceiling = Ceiling(read, measure.MMA.get(device.arch, {}))
     measure.say(f"{device.name}: read ceiling {read / 1e9:,.0f} GB/s")
     result: dict[str, Any] = {
-        "kind": "phases" if options.phases else "kernels",
+        "kind": options.kind,
         **measure.about(options.device),
         "dependent_launch": device.pdl,
         "read_gb_s": round(read / 1e9, 1),
@@ -166,12 +185,12 @@ def main() -> None:
         from benchmarks.phases import run_phases
 
         result |= run_phases(device, options.phases, options.ftype, options.depths, timer, read)
-        name = f"phases-{Path(options.phases).stem}.json"
+        name = f"phases-{Path(result['file']).stem}.json"
     else:
         chosen = cases.choose(options)
         compile_all(device, chosen)
         result |= run(chosen, Bed(device), timer, ceiling, options.seconds)
-        name = "kernels.json"
+        name = f"{options.kind}.json"
     measure.finish(result, options.out or measure.RESULTS / name)
 
 

@@ -70,7 +70,7 @@ def load_weights(
               later. Matrices come in the file's own type; norms and biases always as one row of
               float32 (info says F32).
     cuda      refuse, before any upload, types that have no kernels
-    progress  called with (bytes done, bytes in all) after each tensor
+    progress  called with (bytes done, bytes in all) before the first tensor and after each
     notice    called with a sentence about each tensor that the model does not use
 
     Raises ModelFileError for a missing or misshapen tensor, UnsupportedModelError for a type or an
@@ -85,6 +85,8 @@ def load_weights(
     total = sum(info.nbytes for info in wanted)
     loaded: dict[str, W] = {}
     done = 0
+    if progress:
+        progress(done, total)
     for info in wanted:
         done += info.nbytes
         loaded[info.name] = upload(*_readable(file, info))

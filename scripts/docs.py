@@ -1,6 +1,6 @@
 """Write the generated parts of documents: help texts, tensor types, tables of measured speed.
 
-    python scripts/docs.py            rewrite README.md, benchmarks/NOTES.md and the plot
+    python scripts/docs.py            rewrite README.md, benchmarks/NOTES.md and the plots
     python scripts/docs.py --check    exit 1 when one is not current
 
 A generated part stands between `<!-- begin NAME -->` and `<!-- end NAME -->`.
@@ -16,12 +16,11 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks import render
+from benchmarks import plots, render
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 NOTES = ROOT / "benchmarks" / "NOTES.md"
-PLOT = render.RESULTS / "decode.svg"
 PART = re.compile(r"(<!-- begin (?P<name>[\w -]+) -->\n).*?(<!-- end (?P=name) -->)", re.DOTALL)
 
 
@@ -68,7 +67,8 @@ def part(name: str) -> str:
 def generated() -> dict[Path, str]:
     """Every document and plot, its generated parts written anew."""
     texts = {path: with_parts(path.read_text(encoding="utf-8")) for path in (README, NOTES)}
-    return texts | {PLOT: render.plot(render.load())}
+    results = render.load()
+    return texts | {render.RESULTS / name: plot(results) for name, plot in plots.PLOTS.items()}
 
 
 def with_parts(text: str) -> str:

@@ -108,7 +108,8 @@ def test_progress_counts_every_byte(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     _, uploaded = load(tmp_path, progress=lambda done, total: seen.append((done, total)))
     total = sum(info.nbytes for info in uploaded)
-    assert [t for _, t in seen] == [total] * len(uploaded)
+    assert [t for _, t in seen] == [total] * (1 + len(uploaded))
+    assert seen[0] == (0, total)
     assert seen[-1] == (total, total)
     assert [d for d, _ in seen] == sorted({d for d, _ in seen})
 
