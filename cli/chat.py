@@ -15,7 +15,7 @@ from minfer_cuda.errors import UsageError
 from . import options
 from .app import counted, say
 from .entries import Entry, piped_entries
-from .files import read_text
+from .files import read_text, without_last_newline
 from .model import Sampling, Settings, open_model
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def chat(
         raise UsageError(f"--session: there is no folder {session.parent}")
     first = []
     if prompt_file is not None:
-        first.append(Entry(read_text(prompt_file).removesuffix("\n"), literal=True))
+        first.append(Entry(without_last_newline(read_text(prompt_file)), literal=True))
     settings = Settings(n_ctx, device, kv_type and kv_type.value, chat_template, rope_freq_base)
     with open_model(model, settings, verbose) as llm:
         from .repl import Choices, Repl

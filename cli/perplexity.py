@@ -13,7 +13,7 @@ import typer
 from minfer_cuda.errors import MinferError, UsageError
 
 from . import options
-from .app import say
+from .app import counted, say
 from .files import read_text
 from .model import Settings, open_model
 from .terminal import bar, is_smart, redraw
@@ -199,8 +199,9 @@ def _json(about: dict[str, Any], result: Perplexity | Comparison) -> str:
 def _table(chunks: np.ndarray, result: Perplexity | Comparison) -> str:
     from minfer_cuda.perplexity import Perplexity
 
+    size = f"{counted(len(chunks), 'chunk')} of {chunks.shape[1]}"
     lines = [
-        ("tokens scored", f"{result.n_tokens} in {len(chunks)} chunks of {chunks.shape[1]}"),
+        ("tokens scored", f"{result.n_tokens} in {size}"),
         ("PPL", f"{result.ppl:.4f} ± {result.ppl_error:.4f}"),
     ]
     if not isinstance(result, Perplexity):

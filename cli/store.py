@@ -36,7 +36,10 @@ def pull(
     from minfer_cuda import hubs, store
 
     if not store.is_remote(reference):
-        raise UsageError(f"{reference!r} is not hf:OWNER/REPO[:QUANT|FILE] or ollama:NAME[:TAG]")
+        raise UsageError(
+            f"{reference!r} is not hf:OWNER/REPO[:QUANT|FILE] or ollama:NAME[:TAG]; a file that is "
+            f"here already is used as it is"
+        )
     with progress() as show:
         model = hubs.pull(reference, show)
     say(f"{model.name}: {size_text(model.size)}")

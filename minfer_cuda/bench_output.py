@@ -27,9 +27,8 @@ def as_csv(result: dict[str, Any]) -> str:
 def as_markdown(result: dict[str, Any]) -> str:
     """A table, and under it what it was measured on."""
     types = ", ".join(f"{count} {name}" for name, count in result["types"].items())
-    versions = ", ".join(
-        f"{key} {result[key]}" for key in ("driver", "cupy", "nvrtc", "python") if result.get(key)
-    )
+    named = ("minfer", "commit", "driver", "cupy", "nvrtc", "python")
+    versions = ", ".join(f"{key} {result[key]}" for key in named if result.get(key))
     lines = [ceiling_words(result), ""] if result["read_gb_s"] else []
     lines += ["| test | tok/s | spread | reached |", "|---|---|---|---|"]
     lines += [
@@ -41,7 +40,7 @@ def as_markdown(result: dict[str, Any]) -> str:
         f"{result['model']} ({result['file']}, tensors: {types})",
         f"{result['device']}; {result['runs_on']}",
         f"n_ctx {result['n_ctx']}, KV {result['kv_type']}, sampling {result['sampling']}",
-        f"minfer {result['minfer']}, commit {result['commit']}, {versions}, {result['date']}",
+        f"{versions}, {result['date']}",
         f"greedy run repeats: sha256 {result['greedy_sha256'][:16]}",
     ]
     return "\n".join(lines)

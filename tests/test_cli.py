@@ -253,10 +253,21 @@ def test_bytes_on_stdin_that_are_not_utf8_become_replacement_characters(model):
     assert (piped.exit_code, piped.stdout) == (0, given.stdout)
 
 
+@pytest.mark.parametrize("text", ["hello\n", "hello\r\n", "\ufeffhello", "\ufeffhello\r\n"])
+def test_a_byte_order_mark_and_the_last_line_end_are_no_part_of_a_prompt(model, tmp_path, text):
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(text.encode())
+    for arguments in (("--prompt-file", file), ()):
+        result = minfer("generate", model, *arguments, *GREEDY, "--json", "--echo", stdin=text)
+        assert json.loads(result.stdout.splitlines()[0])["text"] == "hello"
+
+
 def test_bytes_in_an_argument_that_are_not_utf8_become_replacement_characters(model):
     given = minfer("generate", model, "a\ufffdb", *GREEDY)
     escaped = minfer("generate", model, "a\udce6b", *GREEDY)
     assert (escaped.exit_code, escaped.stdout) == (0, given.stdout)
+    echoed = minfer("generate", model, "a\udce6b", *GREEDY, "--echo", "--json")
+    assert json.loads(echoed.stdout.splitlines()[0])["text"] == "a\ufffdb"
 
 
 def test_a_random_seed_is_printed_and_gives_the_same_answer_again(model):
