@@ -42,35 +42,34 @@ def _boundary() -> Iterator[None]:
     except KeyboardInterrupt:
         raise typer.Exit(SIGNALLED + signal.SIGINT) from None
     except Exception as e:
-        if isinstance(e, Unwritable) or is_usage_error(e) or tracebacks_wanted():
+        if isinstance(e, Unwritable) or _is_usage_error(e) or _tracebacks_wanted():
             raise
-        complain(_told(e))
+        _tell(e)
         raise typer.Exit(e.exit_code if isinstance(e, MinferError) else 1) from None
 
 
-def _told(e: Exception) -> str:
+def _tell(e: Exception) -> None:
     if isinstance(e, MinferError):
-        return f"error: {one_line(e)}"
-    if isinstance(e, MemoryError):
-        return f"error: this machine has too little memory: {one_line(e) or 'none is left'}"
-    return (
-        f"internal error: {type(e).__name__}: {one_line(e)} "
-        "(please report; MINFER_TRACEBACK=1 shows where)"
-    )
+        complain(e)
+    elif isinstance(e, MemoryError):
+        complain(f"this machine has too little memory: {str(e) or 'none is left'}")
+    else:
+        words = f"{type(e).__name__}: {one_line(e)}"
+        say(f"internal error: {words} (please report; MINFER_TRACEBACK=1 shows where)", "red")
 
 
-def is_usage_error(e: Exception) -> bool:
+def _is_usage_error(e: Exception) -> bool:
     """Whether typer prints this itself: its exceptions know how to show themselves."""
     return hasattr(e, "show") and hasattr(e, "exit_code")
 
 
-def tracebacks_wanted() -> bool:
+def _tracebacks_wanted() -> bool:
     """Whether MINFER_TRACEBACK is set to anything but nothing or 0."""
     return os.environ.get("MINFER_TRACEBACK", "") not in ("", "0")
 
 
 def one_line(e: BaseException | str) -> str:
-    """The message in one line, without what drives a terminal or fills it."""
+    """A message in one line, without what drives a terminal or fills it."""
     text = printable(" ".join(str(e).split()))
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
@@ -84,11 +83,16 @@ def say(text: str, style: str = "", hanging: int = 0) -> None:
     print(styled(shown, style, sys.stderr) if style else shown, file=sys.stderr, flush=True)
 
 
+def notice(text: str) -> None:
+    """Say something that the user should hear; it may quote the model file."""
+    say(f"note: {one_line(text)}")
+
+
+def complain(error: Exception | str) -> None:
+    """Say what went wrong, red where there are colours."""
+    say(f"error: {one_line(error)}", "red")
+
+
 def counted(n: int, noun: str) -> str:
     """As in "1 message", "2 messages"."""
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
-
-
-def complain(text: str) -> None:
-    """Print an error on stderr, red where there are colours."""
-    say(text, "red")

@@ -17,7 +17,7 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.shortcuts import CompleteStyle
 from prompt_toolkit.styles import Style
 
-from .app import say
+from .app import notice, say
 from .entries import Entry, as_entry, is_open
 from .terminal import has_colours
 
@@ -87,7 +87,7 @@ class ChatHistory(FileHistory):
             super().store_string(string)
         except OSError as e:
             if not self._told:
-                say(f"note: the history is kept for this chat only: {self.path}: {e.strerror}")
+                notice(f"the history is kept for this chat only: {self.path}: {e.strerror}")
             self._told = True
 
 
@@ -99,7 +99,7 @@ def history() -> History:
         path.touch(mode=0o600)
         path.open("ab").close()
     except OSError as e:
-        say(f"note: the history is kept for this chat only: {path}: {e.strerror}")
+        notice(f"the history is kept for this chat only: {path}: {e.strerror}")
         return InMemoryHistory()
     return ChatHistory(path)
 

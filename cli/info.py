@@ -9,7 +9,7 @@ import typer
 from minfer_cuda.errors import MinferError
 
 from . import options
-from .app import say
+from .app import complain
 from .store import local_path
 
 
@@ -44,6 +44,6 @@ def info(
     for sentence in damage:
         print(sentence)
     if damage:
-        say(f"error: {len(damage)} of the tensors are unusable: fetch the file again")
+        complain(f"{len(damage)} of the tensors are unusable: fetch the file again")
         raise typer.Exit(1)
     print("all tensors are finite")

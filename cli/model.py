@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from .app import one_line, say
+from .app import notice, say
 from .store import local_path
 from .terminal import is_smart, redraw
 
@@ -101,11 +101,6 @@ def closing_line(completion: Completion, show_seed: bool) -> str:
 def draws_at_random(params: SamplingParams) -> bool:
     """Whether the seed matters and nobody chose it."""
     return params.seed is None and not params.greedy
-
-
-def notice(text: str) -> None:
-    """Something the user should hear, on stderr; it may quote the model file."""
-    say(f"note: {one_line(text)}")
 
 
 def _show_progress(done: int, total: int) -> None:

@@ -18,7 +18,7 @@ from minfer_cuda.errors import (
 
 from . import commands
 from .answer import Printer, stream
-from .app import complain, counted, one_line, say
+from .app import complain, counted, say
 from .entries import Entry
 from .model import closing_line, draws_at_random
 from .thinking import begins_in_thought
@@ -102,7 +102,7 @@ class Repl:
             except (ContextFullError, TemplateError) as e:  # nothing has changed
                 if single_turn:
                     raise
-                self.complain(e)
+                complain(e)
                 answered = False
             if self.leaving or (single_turn and answered):
                 break
@@ -121,14 +121,10 @@ class Repl:
             except (DeviceError, NumericsError):  # the model cannot go on
                 raise
             except MinferError as e:
-                self.complain(e)
+                complain(e)
             return False
         self.reply(self.conversation.begin_turn(entry.text))
         return True
-
-    def complain(self, error: MinferError) -> None:
-        """Say what went wrong; the chat goes on."""
-        complain(f"error: {one_line(error)}")
 
     def note(self, text: str) -> None:
         """Say something about the chat."""
@@ -186,4 +182,4 @@ class Repl:
             self._unsaved = False
         except SessionError as e:
             self._unsaved = True
-            self.complain(e)
+            complain(e)

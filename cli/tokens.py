@@ -13,6 +13,7 @@ import typer
 from minfer_cuda.printable import printable
 
 from . import options
+from .app import notice
 from .files import read_prompt
 from .store import local_path
 from .terminal import harmless
@@ -84,8 +85,6 @@ def template(
     from minfer_cuda.conversation import read_messages
     from minfer_cuda.gguf import GGUFFile
     from minfer_cuda.tokenizer import Tokenizer
-
-    from .model import notice
 
     with GGUFFile.open(local_path(model)) as file:
         tokenizer = Tokenizer(file.metadata)
