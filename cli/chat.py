@@ -13,7 +13,7 @@ import typer
 from minfer_cuda.errors import UsageError
 
 from . import options
-from .app import counted, say
+from .app import counted, notice, say
 from .entries import Entry, piped_entries
 from .files import read_text, without_last_newline
 from .model import Sampling, Settings, open_model
@@ -87,7 +87,7 @@ def chat(
         if sys.stdin.isatty() and not single_turn:
             say(f"{llm.config.name}, context {llm.n_ctx}. /help lists the commands.")
             if not typed:
-                say("note: stdout is no terminal: one message a line, without a prompt")
+                notice("stdout is no terminal: one message a line, without a prompt")
         repl.run(chain(first, entries(typed)), single_turn, patient=typed)
 
 
@@ -105,7 +105,7 @@ def begin(
         conversation.load(session)
         if system is not None:
             conversation.set_system(system)
-        say(f"note: going on from {counted(len(conversation.turns), 'message')} in {session}")
+        notice(f"going on from {counted(len(conversation.turns), 'message')} in {session}")
     return conversation
 
 

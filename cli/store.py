@@ -15,7 +15,7 @@ import typer
 from minfer_cuda.errors import StoreError, UsageError
 from minfer_cuda.printable import printable
 
-from .app import say
+from .app import notice, say
 from .terminal import bar, harmless, is_smart, redraw
 
 REDRAW_S = 0.1  # at most this often
@@ -70,7 +70,7 @@ def list_models(
         say(f"no models in {store.folder()}: `minfer pull -h` shows how to fetch one")
     if partial := store.unfinished():
         size = size_text(sum(map(size_of, partial)))
-        say(f"note: {len(partial)} unfinished downloads ({size}): minfer rm --unfinished")
+        notice(f"{len(partial)} unfinished downloads ({size}): minfer rm --unfinished")
 
 
 def rm(
