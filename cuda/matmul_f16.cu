@@ -27,6 +27,12 @@
 #include "q8.cuh"
 #include "quants_f16.cuh"
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr int kFewThreads = 512;  // of an SM, with few tokens: 64 registers spill there
+#else
+constexpr int kFewThreads = 1024;
+#endif
+
 // WarpsM x WarpsN warps, each MTiles x NTiles tiles of 16 rows x 8 tokens.
 template <int WarpsM, int WarpsN, int MTiles, int NTiles>
 struct Tile {
@@ -36,7 +42,7 @@ struct Tile {
     static constexpr int kTokens = WarpsN * NTiles * 8;
     static constexpr int kSums = MTiles * NTiles * 4;  // of a thread
     static constexpr bool kFew = kSums <= 8;  // a step is bound by latency: 32 warps an SM
-    static constexpr int kBlocks = (kFew ? 1024 : 256) / kThreads;  // an SM: 64 or 255 registers a thread
+    static constexpr int kBlocks = (kFew ? kFewThreads : 256) / kThreads;  // an SM: 64 or 255 registers a thread
 };
 
 // The thread's place in its block; cheap to find again, so that no register holds it for long.
@@ -127,8 +133,11 @@ struct Cursor {
         }
         row_tile = tile / a.token_tiles;
     }
-    __device__ void advance(const F16Arguments& a) {
-        if (++chunk == end) next_tile(a);
+    // True where a tile ends.
+    __device__ bool advance(const F16Arguments& a) {
+        if (++chunk < end) return false;
+        next_tile(a);
+        return true;
     }
 };
 
@@ -146,6 +155,12 @@ __device__ inline float value_lift(const float* peak) {
     else
         return lift_of(*peak);
 }
+// The same of rows g and g + 8 of a fragment.
+template <class Q>
+struct Lifts {
+    float of[2];
+    __device__ explicit Lifts(const F16Arguments& a) : of{value_lift<Q>(a.peak), value_lift<Q>(a.gated ? a.up_peak : a.peak)} {}
+};
 // Two values of BF16 times a power of two, exact.
 __device__ inline uint32_t lifted(uint32_t pair, float by) {
     const __nv_bfloat162 v =
@@ -179,37 +194,93 @@ struct Source {
     }
 };
 
-// Bytes `at` of record `record` of strip `s` of a row tile. A gated product takes strips of both matrices in
-// turn, so that rows g and g + 8 of a fragment are gate and up of one neuron. Past the last strip: the last.
+// Bytes `at` of strip `s` of a row tile. A gated product takes strips of both matrices in turn, so that
+// rows g and g + 8 of a fragment are gate and up of one neuron. Past the last strip: the last.
 template <class Q, class T>
-__device__ inline const uint8_t* record_of(const F16Arguments& a, const Source& from, int s, unsigned record, unsigned at) {
+__device__ inline const uint8_t* strip_at(const F16Arguments& a, const Source& from, int s, unsigned at) {
     const int first = from.row_tile * T::kStrips + s, strip = min(a.gated ? first / 2 : first, ceil_div(from.rows, 8) - 1);
     const unsigned strip_bytes = ceil_div(a.k, Q::kRecK) * Q::kRecord;  // a matrix has less than 4 GiB
-    return (a.gated && (s & 1) ? a.w[1] : from.w) + (strip * strip_bytes + record * Q::kRecord + at);
+    return (a.gated && (s & 1) ? a.w[1] : from.w) + (strip * strip_bytes + at);
 }
+
+// Where a thread's pieces of 16 bytes of planes and scales are, in the first record of a tile's strips: kept
+// while the tile lasts where registers allow, which saves half of a step's instructions with few tokens.
+template <class Q, class T, bool = Q::kFloat>
+struct Pieces {
+    static constexpr bool kKept = T::kFew;
+    static constexpr int kOfPlanes = Q::kChunkBytes / 16, kOfScales = kScaleBytes<Q> / 16;  // of a strip
+    static constexpr int kPlanes = T::kStrips * kOfPlanes, kScales = T::kStrips * kOfScales;
+    static constexpr int kPlanesEach = (kPlanes + T::kThreads - 1) / T::kThreads;
+    static constexpr int kScalesEach = (kScales + T::kThreads - 1) / T::kThreads;
+    const uint8_t *planes[kPlanesEach], *scales[kScalesEach];
+
+    static __device__ const uint8_t* plane(const F16Arguments& a, const Source& source, unsigned i, unsigned at) {
+        return strip_at<Q, T>(a, source, i / kOfPlanes, at + i % kOfPlanes * 16);
+    }
+    static __device__ const uint8_t* scale(const F16Arguments& a, const Source& source, unsigned i, unsigned at) {
+        return strip_at<Q, T>(a, source, i / kOfScales, at + Q::kScales + i % kOfScales * 16);
+    }
+    __device__ void find(const F16Arguments& a, const Cursor& c) {
+        if (kKept && c.tile >= 0) {
+            const Source source(a, c.row_tile, T::kRows);
+            const int thread = thread_again();
+#pragma unroll
+            for (int j = 0; j < kPlanesEach; ++j) planes[j] = plane(a, source, j * T::kThreads + thread, 0);
+#pragma unroll
+            for (int j = 0; j < kScalesEach; ++j) scales[j] = scale(a, source, j * T::kThreads + thread, 0);
+        }
+    }
+    __device__ void copy_planes(char* stage, const F16Arguments& a, const Cursor& c) const {
+        const Source source(a, c.row_tile, T::kRows);
+        const unsigned at = c.chunk / Q::kChunks * Q::kRecord + c.chunk % Q::kChunks * Q::kChunkBytes;
+        const int thread = thread_again();
+#pragma unroll
+        for (int j = 0; j < kPlanesEach; ++j) {
+            const unsigned i = j * T::kThreads + thread;
+            if (kPlanes % T::kThreads == 0 || i < kPlanes)
+                copy_async16(stage + Stage<Q, T>::kPlanes + i * 16, kKept ? planes[j] + at : plane(a, source, i, at));
+        }
+    }
+    __device__ void copy_scales(char* stage, const F16Arguments& a, const Cursor& c) const {
+        const Source source(a, c.row_tile, T::kRows);
+        const unsigned at = c.chunk / Q::kChunks * Q::kRecord;
+        const int thread = thread_again();
+#pragma unroll
+        for (int j = 0; j < kScalesEach; ++j) {
+            const unsigned i = j * T::kThreads + thread;
+            if (kScales % T::kThreads == 0 || i < kScales)
+                copy_async16(stage + Stage<Q, T>::kScales + i * 16, kKept ? scales[j] + at : scale(a, source, i, at));
+        }
+    }
+};
 
 // The rows of a row tile's strips, the last again past the last, zeros past K. Sections of 32 bytes
 // change places by row: the 16 lanes that read of four rows at once (row_fragments) meet all banks.
 template <class Q, class T>
-__device__ inline void copy_rows(char* to, const F16Arguments& a, const Source& source, int chunk) {
-    constexpr int kRowBytes = Chunk<Q>::kStripBytes / 8, kPieces = kRowBytes / 16;
-    constexpr int kAtOnce = T::kThreads / kPieces;  // rows: a strip of each matrix of a gated product
-    static_assert(kAtOnce % 16 == 0 && T::kRows % kAtOnce == 0, "");
-    const int thread = thread_again(), piece = thread % kPieces, first = thread / kPieces;
-    const int row_bytes = a.k * Q::kBytes, at = chunk * kRowBytes + piece * 16;
-    const uint8_t* from = (a.gated && first % 16 >= 8 ? a.w[1] : source.w) + at;
-    const int step = a.gated ? kAtOnce / 2 : kAtOnce;
-    const int row0 = source.row_tile * (T::kRows / kAtOnce) * step + (a.gated ? first / 16 * 8 + first % 8 : first);
-    to += first * kRowBytes + (piece ^ (first & 3) << 1) * 16;
+struct Pieces<Q, T, true> {
+    __device__ void find(const F16Arguments&, const Cursor&) {}
+    __device__ void copy_scales(char*, const F16Arguments&, const Cursor&) const {}
+    __device__ void copy_planes(char* stage, const F16Arguments& a, const Cursor& c) const {
+        constexpr int kRowBytes = Chunk<Q>::kStripBytes / 8, kOfRow = kRowBytes / 16;
+        constexpr int kAtOnce = T::kThreads / kOfRow;  // rows: a strip of each matrix of a gated product
+        static_assert(kAtOnce % 16 == 0 && T::kRows % kAtOnce == 0, "");
+        const Source source(a, c.row_tile, T::kRows);
+        const int thread = thread_again(), piece = thread % kOfRow, first = thread / kOfRow;
+        const int row_bytes = a.k * Q::kBytes, at = c.chunk * kRowBytes + piece * 16;
+        const uint8_t* from = (a.gated && first % 16 >= 8 ? a.w[1] : source.w) + at;
+        const int step = a.gated ? kAtOnce / 2 : kAtOnce;
+        const int row0 = source.row_tile * (T::kRows / kAtOnce) * step + (a.gated ? first / 16 * 8 + first % 8 : first);
+        char* to = stage + Stage<Q, T>::kPlanes + first * kRowBytes + (piece ^ (first & 3) << 1) * 16;
 #pragma unroll
-    for (int j = 0; j < T::kRows / kAtOnce; ++j) {
-        const int row = min(row0 + j * step, source.rows - 1);
-        copy_async16(to + j * kAtOnce * kRowBytes, from + static_cast<int64_t>(row) * row_bytes, at < row_bytes);
+        for (int j = 0; j < T::kRows / kAtOnce; ++j) {
+            const int row = min(row0 + j * step, source.rows - 1);
+            copy_async16(to + j * kAtOnce * kRowBytes, from + static_cast<int64_t>(row) * row_bytes, at < row_bytes);
+        }
     }
-}
+};
 
 template <class Q, class T>
-__device__ inline void copy_chunk(char* stage, const F16Arguments& a, const Cursor& c) {
+__device__ inline void copy_tokens(char* stage, const F16Arguments& a, const Cursor& c) {
     constexpr int kTokenBytes = Stage<Q, T>::kTokenBytes;
     constexpr unsigned kPieces = kTokenBytes / 16, kAtOnce = T::kThreads / kPieces;  // tokens
     constexpr bool kAll = T::kTokens % kAtOnce == 0;  // else kAtOnce is more
@@ -223,57 +294,27 @@ __device__ inline void copy_chunk(char* stage, const F16Arguments& a, const Curs
         if (!kAll && first >= T::kTokens) break;
         copy_async16(to + j * kAtOnce * kTokenBytes, from + j * kAtOnce * row_bytes, row0 + static_cast<int>(j * kAtOnce) < a.tokens);
     }
-    const Source source(a, c.row_tile, T::kRows);
-    if constexpr (Q::kFloat) {
-        copy_rows<Q, T>(stage + Stage<Q, T>::kPlanes, a, source, c.chunk);
-    } else {
-        constexpr unsigned kPlanePieces = Q::kChunkBytes / 16, kCopies = T::kStrips * kPlanePieces;
-#pragma unroll
-        for (unsigned j = 0; j < kCopies; j += T::kThreads) {
-            const unsigned i = j + thread;
-            if (kCopies % T::kThreads == 0 || i < kCopies)
-                copy_async16(stage + Stage<Q, T>::kPlanes + i * 16,
-                             record_of<Q, T>(a, source, i / kPlanePieces, c.chunk / Q::kChunks,
-                                             c.chunk % Q::kChunks * Q::kChunkBytes + i % kPlanePieces * 16));
-        }
-    }
 }
 
-template <class Q, class T>
-__device__ inline void copy_scales(char* stage, const F16Arguments& a, const Cursor& c) {
-    if constexpr (!Q::kFloat) {
-        constexpr unsigned kPieces = kScaleBytes<Q> / 16, kCopies = T::kStrips * kPieces;
-        const unsigned thread = thread_again();
-        const Source source(a, c.row_tile, T::kRows);
-#pragma unroll
-        for (unsigned j = 0; j < kCopies; j += T::kThreads) {
-            const unsigned i = j + thread;
-            if (kCopies % T::kThreads == 0 || i < kCopies)
-                copy_async16(stage + Stage<Q, T>::kScales + i * 16,
-                             record_of<Q, T>(a, source, i / kPieces, c.chunk / Q::kChunks, Q::kScales + i % kPieces * 16));
-        }
-    }
-}
-
-// {S, M} of chunk C of a record for all rows of the tile, in the order in which `multiply` reads them.
+// {S, M} of chunk C of a record for all rows of the tile, in the order in which `multiply` reads them. Where
+// there are threads for two parts, each takes two blocks of a row.
 template <class Q, class T, int C>
-__device__ inline void convert_scales(uint32_t* table, const uint8_t* scales, const float (&lifts)[2]) {
-    constexpr int kHalves = Chunk<Q>::kHalves;
+__device__ inline void convert_scales(uint32_t* table, const uint8_t* scales, const Lifts<Q>& lifts) {
+    constexpr int kHalves = Chunk<Q>::kHalves, kParts = T::kThreads > T::kRows ? 2 : 1;
+    const unsigned thread = thread_again(), row = thread % T::kRows, strip = row / 8, g = row % 8;
+    static_assert(T::kThreads == kParts * T::kRows, "");
+    typename Q::Lane l;
+    load_scales<Q>(l, scales + strip * kScaleBytes<Q>, g);
 #pragma unroll
-    for (unsigned row = thread_again(); row < T::kRows; row += T::kThreads) {
-        const unsigned strip = row / 8, g = row % 8;
-        typename Q::Lane l;
-        load_scales<Q>(l, scales + strip * kScaleBytes<Q>, g);
-#pragma unroll
-        for (int b = 0; b < 4; ++b)
+    for (int b = 0; b < 4; ++b)
+        if (kParts == 1 || (thread >= T::kRows) == (b >= 2))
 #pragma unroll
             for (int h = 0; h < kHalves; ++h)
-                table[(((strip / 2 * 4 + b) * 8 + g) * 2 + strip % 2) * kHalves + h] =
-                    half_scale<Q>(scale_of<Q>(l, C, b, h), minimum_of<Q>(l, C, b, h), strip % 2 ? lifts[1] : lifts[0]);
-    }
+                table[(((strip / 2 * 4 + b) * 8 + g) * 2 + strip % 2) * kHalves + h] = half_scale<Q>(
+                    scale_of<Q>(l, C, b, h), minimum_of<Q>(l, C, b, h), strip % 2 ? lifts.of[1] : lifts.of[0]);
 }
 template <class Q, class T>
-__device__ inline void convert_scales(uint32_t* table, const char* stage, int chunk, const float (&lifts)[2]) {
+__device__ inline void convert_scales(uint32_t* table, const char* stage, int chunk, const Lifts<Q>& lifts) {
     if constexpr (!Q::kFloat) {
         const uint8_t* scales = reinterpret_cast<const uint8_t*>(stage) + Stage<Q, T>::kScales;
         if (Q::kChunks == 1 || chunk % 2 == 0)
@@ -481,9 +522,12 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks) matmul_f16(F16Argumen
 #endif
     char* stages = shared_bytes();
     uint32_t* tables = reinterpret_cast<uint32_t*>(stages + Stages * Stage<Q, T>::kBytes);
-    const float lifts[2] = {value_lift<Q>(a.peak), value_lift<Q>(a.gated ? a.up_peak : a.peak)};  // of rows g, g + 8
+    const Lifts<Q> lifts(a);
+    // of records anew for each chunk where registers are short
+    auto lifts_again = [&] { return T::kFew ? lifts : Lifts<Q>(a); };
 
     Cursor at(a), ahead = at;  // ahead: the unit whose scales are copied next, one before its chunk
+    Pieces<Q, T> pieces;  // of `ahead`
     int slot = 0;  // stage of `at`
     auto stage = [&](int later) {
         const int i = slot + later;
@@ -491,20 +535,22 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks) matmul_f16(F16Argumen
     };
     auto load = [&](char* to) {
         if (ahead.tile >= 0) {
-            copy_chunk<Q, T>(to, a, ahead);
-            ahead.advance(a);
-            if (ahead.tile >= 0) copy_scales<Q, T>(to, a, ahead);
+            copy_tokens<Q, T>(to, a, ahead);
+            pieces.copy_planes(to, a, ahead);
+            if (ahead.advance(a)) pieces.find(a, ahead);
+            if (ahead.tile >= 0) pieces.copy_scales(to, a, ahead);
         }
         copy_async_commit();
     };
 
-    copy_scales<Q, T>(stage(Stages - 1), a, at);
+    pieces.find(a, at);
+    pieces.copy_scales(stage(Stages - 1), a, at);
     copy_async_commit();
 #pragma unroll 1
     for (int i = 0; i < Stages - 1; ++i) load(stage(i));
     copy_async_wait<Stages - 1>();
     __syncthreads();
-    convert_scales<Q, T>(tables, stage(Stages - 1), at.chunk, lifts);
+    convert_scales<Q, T>(tables, stage(Stages - 1), at.chunk, lifts_again());
     int parity = 0;  // table of `at`
 
     while (at.tile >= 0) {
@@ -516,8 +562,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks) matmul_f16(F16Argumen
             load(stage(Stages - 1));
             at.advance(a);
             if (at.tile >= 0)
-                convert_scales<Q, T>(tables + (parity ^ 1) * Stage<Q, T>::kTable, stage(0), at.chunk, lifts);
-            multiply<Q, T>(acc, stage(0), tables + parity * Stage<Q, T>::kTable, lifts);
+                convert_scales<Q, T>(tables + (parity ^ 1) * Stage<Q, T>::kTable, stage(0), at.chunk, lifts_again());
+            multiply<Q, T>(acc, stage(0), tables + parity * Stage<Q, T>::kTable, lifts.of);
             slot = slot + 1 < Stages ? slot + 1 : 0;
             parity ^= 1;
         } while (at.tile == tile);
