@@ -71,8 +71,8 @@ def bench(
 ) -> None:
     """Measure prefill and decode speed.
 
-    Both include sampling (what a user gets), neither includes tokenising and printing. An untimed
-    warm-up comes first. On a GPU the rate at which it reads memory is measured too: what that
+    Both include sampling (what a user gets), neither includes tokenising and printing. Untimed
+    warm-ups come first. On a GPU the rate at which it reads memory is measured too: what that
     allows a decode step is the ceiling. Nothing is reported when logits are not finite or when a
     fixed greedy run does not repeat itself, with and without graphs.
 
@@ -80,10 +80,9 @@ def bench(
     """
     form = chosen_format(md, csv, as_json)
     n_prompt, n_generate, depths = sizes(prompt), sizes(generate), sizes(depth)
-    longest = max(*n_prompt, *(n + 1 for n in n_generate))
-    if longest == 1:
+    if not any([*n_prompt, *n_generate]):
         raise typer.BadParameter("-p 0 and -n 0 leave nothing to measure")
-    needed = max(depths) + longest
+    needed = max(depths) + max(*n_prompt, *(n + 1 for n in n_generate))
     settings = Settings(n_ctx or needed + MARGIN, device, kv_type and kv_type.value)
     with open_model(model, settings) as llm:
         from minfer_cuda import bench_output

@@ -67,10 +67,11 @@ class Sampling:
 @contextmanager
 def open_model(reference: str, settings: Settings, verbose: bool = False) -> Iterator[LLM]:
     """The model, closed at the end. Notices and, on a terminal, progress go to stderr."""
+    start = time.perf_counter()
     from minfer_cuda.llm import LLM
 
+    imported = time.perf_counter() - start
     file = local_path(reference)
-    start = time.perf_counter()
     progress = _show_progress if is_smart(sys.stderr) else None
     try:
         llm = LLM(file, progress=progress, notify=notice, **vars(settings))
@@ -80,8 +81,9 @@ def open_model(reference: str, settings: Settings, verbose: bool = False) -> Ite
         raise
     with llm:
         if verbose:
-            seconds = time.perf_counter() - start
-            say(f"{file}: loaded in {seconds:.2f} s")
+            seconds = {"import": imported} | llm.load_seconds
+            parts = ", ".join(f"{name} {spent:.2f}" for name, spent in seconds.items())
+            say(f"{file}: loaded in {sum(seconds.values()):.2f} s ({parts})")
             say(f"{llm.engine.runner.describe()}")
         yield llm
 

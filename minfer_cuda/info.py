@@ -9,7 +9,9 @@ import numpy as np
 
 from minfer_cuda.config import Qwen2Config
 from minfer_cuda.gguf import GGUFFile, TensorInfo
+from minfer_cuda.prefill import CARDS, VARIABLE, services
 from minfer_cuda.printable import printable
+from minfer_cuda.quants import QuantType
 
 SHOWN_TEXT = 200  # characters of a metadata string
 SHOWN_VALUES = 6  # values of a metadata array
@@ -28,8 +30,9 @@ def size(n_bytes: int) -> str:
 
 
 def describe(file: GGUFFile, config: Qwen2Config | None, n_ctx: int = 4096) -> str:
-    """Metadata, tensors by type, the model's sizes and the device memory it takes at `n_ctx`
-    positions (0: the model's own). `config` is None for a file that is not a Qwen2 model."""
+    """Metadata, tensors by type, the model's sizes, the device memory it takes at `n_ctx`
+    positions (0: the model's own) and what multiplies its matrices. `config` is None for a file
+    that is not a Qwen2 model."""
     parts = f" in {file.n_parts} parts" if file.n_parts > 1 else ""
     sections = [
         f"{printable(str(file.path))}: {size(file.size_bytes)}{parts}",
@@ -39,6 +42,7 @@ def describe(file: GGUFFile, config: Qwen2Config | None, n_ctx: int = 4096) -> s
     if config is not None:
         sections.append("Model\n" + _model(config))
         sections.append(_memory(file, config, n_ctx or config.n_ctx_train))
+        sections.append(_services(file, config))
         sections.extend(f"note: {printable(notice)}" for notice in config.notices)
     return "\n\n".join(sections) + "\n"
 
@@ -100,6 +104,42 @@ def _memory(file: GGUFFile, config: Qwen2Config, n_ctx: int) -> str:
         total = f"{size(weights)} weights + {size(cache)} KV = {size(weights + cache)}"
         rows.append((name, total))
     return f"Device memory at n_ctx {n_ctx}, workspace apart\n" + _rows(rows)
+
+
+def _services(file: GGUFFile, config: Qwen2Config) -> str:
+    """For each type of matrix and number of tokens, what serves it on each class of cards."""
+    products = {
+        info.quant
+        for name, info in file.tensors.items()
+        if len(info.shape) == 2 and (name != "token_embd.weight" or config.tied_embeddings)
+    }
+    alike: dict[tuple[tuple[str, ...], ...], list[str]] = {}
+    for quant in sorted(products, key=lambda quant: quant.name):
+        if quant.cuda_name is not None:
+            alike.setdefault(tuple(_lines(quant)), []).append(quant.name)
+    rows = [("type", "tokens", *(f"sm_{', '.join(map(str, cards))}" for cards in CARDS))]
+    for lines, names in alike.items():
+        for i, line in enumerate(lines):
+            rows.append(("" if i else ", ".join(names), *line))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    shown = ("  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)) for row in rows)
+    title = (
+        f"Products on a GPU (1 token: a decode step; {VARIABLE}=int8 or f16 forces one for more)"
+    )
+    return "\n".join([title, *(f"  {line}".rstrip() for line in shown)])
+
+
+def _lines(quant: QuantType) -> list[tuple[str, ...]]:
+    """(tokens of a call, what serves them on each class of cards) of a type."""
+    found = [services(quant, cards[0]) for cards in CARDS]
+    first = sorted({rows for served in found for rows, _ in served})
+    lines = []
+    for start, after in zip(first, [*first[1:], None], strict=True):
+        last = "" if after is None else f"{after - 1}"
+        rows = last if last == str(start) else f"{start}-{last}"
+        by = (next(by for n, by in reversed(served) if n <= start) for served in found)
+        lines.append((rows, *by))
+    return lines
 
 
 def check(file: GGUFFile) -> list[str]:

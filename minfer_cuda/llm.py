@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -94,6 +95,20 @@ class Completion(Iterator[str]):
         return piece
 
 
+class Laps:
+    """Seconds of one thing after the other, by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def end(self, name: str) -> None:
+        """What was done since the last end was part of `name`."""
+        now = time.perf_counter()
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
+        self._last = now
+
+
 class LLM:
     """A model, loaded and ready. A context manager: `close` frees the device's memory. It answers
     one thread at a time; to another that asks meanwhile it gives a UsageError.
@@ -108,6 +123,8 @@ class LLM:
     progress        called with (bytes done, bytes in all) while weights are loaded
     notify          called with each sentence that the user should hear (device taken, defaults
                     assumed), as it comes up; all of them are in `notices`
+
+    `load_seconds` says how long each part of loading took.
 
     Raises the typed errors of `minfer_cuda.errors`.
     """
@@ -128,14 +145,23 @@ class LLM:
             raise UsageError(f"n_ctx is {n_ctx}: must be >= 1, or 0 for the model's own")
         self.notices: list[str] = []
         self._notify = notify
+        laps = Laps()
+
+        def told(done: int, total: int) -> None:
+            laps.end("upload" if done else "device")  # and the kernels that are compiled ahead
+            if progress:
+                progress(done, total)
+
         self.file = GGUFFile.open(path)
         try:
             self.config = Qwen2Config.from_gguf(self.file, rope_base=rope_freq_base)
+            laps.end("file")
             self.tokenizer = Tokenizer(self.file.metadata)
             for notice in (*self.config.notices, *self.tokenizer.notices):
                 self._say(notice)
             self._template = ChatTemplate.from_metadata(self.file.metadata, chat_template)
             self._check_trained_length(n_ctx)
+            laps.end("tokenizer")
             runner = make_runner(
                 self.file,
                 self.config,
@@ -143,7 +169,7 @@ class LLM:
                 n_ctx=n_ctx or self.config.n_ctx_train,
                 kv_type=kv_type,
                 n_batch=n_batch,
-                progress=progress,
+                progress=told,
                 notify=self._say,
             )
         except BaseException as error:
@@ -153,6 +179,8 @@ class LLM:
                 raise OutOfMemoryError(problem) from error
             raise
         self.engine = Engine(runner, self.config)
+        laps.end("buffers")
+        self.load_seconds = laps.seconds
         self._turn = Turn()
         self._open = True
 

@@ -9,6 +9,8 @@ from minfer_cuda.quants import QuantType
 VARIABLE = "MINFER_PREFILL"  # int8 or f16 forces one, for quantised types
 F16_FROM_ARCH = 80  # before, the kernels' stages exceed the shared memory
 F16_ARCHS = (80, 90, 100)  # f16 products with float32 sums at their full rate, elsewhere at half
+# cards that are served alike, as `minfer info` prints them
+CARDS = ((75,), (86, 89, 120), (80, 90, 100))
 INT8_ROWS = 1  # there f16 is faster from two rows on (1.1 to 2.5 times, 7B Q4_K, H200)
 
 
@@ -36,3 +38,14 @@ def most_float32_rows(arch: int, quant: QuantType) -> int | None:
     F16 and BF16 have no int8 form: MINFER_PREFILL is not asked. F32 keeps its precision.
     """
     return 1 if quant.name in HALVES and arch >= F16_FROM_ARCH else None
+
+
+def services(quant: QuantType, arch: int) -> list[tuple[int, str]]:
+    """(fewest rows of a call, what multiplies a matrix of this type by so many), fewest first."""
+    if quant.block_size == 1:
+        most, found = most_float32_rows(arch, quant), [(1, "float32")]
+    else:
+        most, found = most_int8_rows(arch), [(1, "int8 dot products")]
+        if most is None or most > 1:
+            found.append((2, "int8 tensor cores"))
+    return found if most is None else [*found, (most + 1, "f16 tensor cores")]

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -362,6 +363,20 @@ def test_bench_refuses_what_it_cannot_measure(arguments):
     result = minfer("bench", "/no/such/model.gguf", *arguments)
     assert result.exit_code == 2
     assert "no/such" not in result.stderr
+
+
+def test_bench_measures_a_prompt_of_one_token_alone(model):
+    result = minfer("bench", model, "-p", "1", "-n", "0", "-r", "1", "--device", "cpu", "--csv")
+    assert [row["name"] for row in csv.DictReader(io.StringIO(result.stdout))] == ["pp1"]
+
+
+def test_verbose_says_how_long_each_part_of_loading_took(model):
+    told = minfer("generate", model, "hi", "-n", "1", "-v", "--device", "cpu").stderr
+    parts = re.search(r"loaded in ([\d.]+) s \((.*)\)$", told, re.MULTILINE)
+    assert parts is not None
+    seconds = {name: float(s) for name, s in (part.split() for part in parts[2].split(", "))}
+    assert list(seconds) == ["import", "file", "tokenizer", "device", "upload", "buffers"]
+    assert sum(seconds.values()) == pytest.approx(float(parts[1]), abs=0.005 * 7)  # rounded
 
 
 def test_bench_refuses_a_context_that_its_tests_do_not_fit(model):

@@ -1,5 +1,6 @@
 """`minfer info`: what is in a file, in text that no file can turn against the terminal."""
 
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from ggufs import RawGGUF, tensor_entry, write_gguf
 from minfer_cuda.config import Qwen2Config
 from minfer_cuda.gguf import GGUFFile
 from minfer_cuda.info import check, describe, size
+from minfer_cuda.prefill import CARDS, most_float32_rows, most_int8_rows, services
 from minfer_cuda.printable import printable
-from minfer_cuda.quants import quant_type
+from minfer_cuda.quants import QUANT_TYPES, quant_type
 
 
 def described(path: Path, n_ctx: int = 4096, **options: Any) -> str:
@@ -41,6 +43,40 @@ def test_the_memory_sum_follows_n_ctx(tmp_path: Path) -> None:
             want = f"= {size(weights + positions * kv)}"
             assert f"n_ctx {positions}" in describe(file, config, n_ctx)
             assert want in describe(file, config, n_ctx)
+
+
+def test_what_serves_a_decode_step_and_a_prompt_is_told_by_type_and_card(tmp_path: Path) -> None:
+    types = {"attn_q": "Q4_K", "ffn_up": "BF16", "default": "Q8_0", "token_embd": "F16"}
+    shown = described(tmp_path, types=types).partition("Products on a GPU")[2]
+    assert "MINFER_PREFILL=int8 or f16 forces one" in shown.splitlines()[0]
+    head, *lines = [re.split(r"  +", line.strip()) for line in shown.splitlines()[1:]]
+    assert head == ["type", "tokens", "sm_75", "sm_86, 89, 120", "sm_80, 90, 100"]
+    dots, s8, f16 = "int8 dot products", "int8 tensor cores", "f16 tensor cores"
+    assert lines[0] == ["BF16", "1", "float32", "float32", "float32"]
+    assert lines[1] == ["2-", "float32", f16, f16]
+    assert lines[2] == ["Q4_K, Q8_0", "1", dots, dots, dots]
+    assert lines[-1] == [f"{(most_int8_rows(90) or 0) + 1}-", s8, s8, f16]
+    assert "F16" not in [line[0] for line in lines]  # a table that only gives rows
+
+
+def test_cards_of_a_class_are_served_alike_and_the_table_says_what_the_engine_does() -> None:
+    for quant in (q for q in QUANT_TYPES.values() if q.cuda_name is not None):
+        for cards in CARDS:
+            (served,) = {tuple(services(quant, arch)) for arch in cards}
+            f16 = [first for first, by in served if by.startswith("f16")]
+            float32 = quant.block_size == 1
+            most = most_float32_rows(cards[0], quant) if float32 else most_int8_rows(cards[0])
+            assert f16 == ([] if most is None else [most + 1])
+            assert [first for first, _ in served] == sorted({first for first, _ in served})
+
+
+def test_more_int8_rows_are_a_line_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("minfer_cuda.prefill.INT8_ROWS", 16)
+    shown = described(tmp_path, types="Q8_0")
+    counts = [line.split()[0] for line in shown.splitlines() if "int8 tensor cores" in line]
+    assert counts == ["2-16", "17-"]
 
 
 def test_long_values_are_cut_and_counted(tmp_path: Path) -> None:
