@@ -57,19 +57,7 @@ def test_no_file_of_the_corpus_takes_more_than_bounded_time_and_memory():
 
 NAMES = st.sampled_from(["a", "b", "general.alignment", "general.architecture", "split.count"])
 SMALL = st.integers(0, 5) | st.sampled_from([31, 32, 33, 64, 255, 2**31, 2**32, 2**63, 2**64 - 1])
-SCALARS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "B",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+SCALARS = {**dict(enumerate("BbHhIifB")), 10: "Q", 11: "q", 12: "d"}  # value type: struct code
 
 
 def scalar(kind: int, number: int) -> bytes:
