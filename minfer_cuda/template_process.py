@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from minfer_cuda.errors import TemplateError, UsageError
@@ -23,6 +24,7 @@ MAX_MESSAGE = 500  # characters of an error that a template has worded
 _SERVE = (
     "import sys; sys.path[:] = sys.argv[1:]; from minfer_cuda.template_engine import serve; serve()"
 )
+_ROOT = Path(__file__).resolve().parent.parent  # an editable install is not on `sys.path`
 _ENDS = {
     "SIGXCPU": "it does not come to an end",
     "SIGKILL": "it took too much memory or time",
@@ -86,7 +88,7 @@ def _process() -> subprocess.Popen[str]:
     global _running, _owner
     if _running is None or _owner != os.getpid():
         _running = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _SERVE, *sys.path],
+            [sys.executable, "-I", "-S", "-c", _SERVE, *sys.path, str(_ROOT)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from datetime import datetime
+from pathlib import Path
 
 import jinja2
 import jinja2.sandbox
@@ -10,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minfer_cuda import template_process
 from minfer_cuda.chat_template import ChatTemplate
 from minfer_cuda.errors import TemplateError, TokenizerError, UsageError
 
@@ -180,10 +183,22 @@ def test_chatml_keeps_an_empty_system_message_and_shows_no_content_as_none(tiny_
         template.render(HI, tools=TOOLS)
 
 
+def test_templates_render_where_the_package_is_not_on_the_path(monkeypatch):
+    """As in an editable install, which an import hook finds."""
+    root = Path(__file__).resolve().parent.parent
+    elsewhere = [p for p in sys.path if p and Path(p).resolve() != root]
+    monkeypatch.setattr(sys, "path", elsewhere)
+    template_process._end()
+    try:
+        assert ChatTemplate(JOINED).render(HI, add_generation_prompt=False).startswith("Hi")
+    finally:
+        template_process._end()
+
+
 def test_an_override_always_wins_and_is_never_replaced(tiny_metadata, tmp_path):
     tiny_metadata[KEY] = "the file's"
     path = tmp_path / "t.jinja"
-    path.write_text("mine {{ messages[0].content }}")
+    path.write_text("\ufeffmine {{ messages[0].content }}", "utf-8")  # with a byte order mark
     assert ChatTemplate.from_metadata(tiny_metadata, str(path)).render(HI) == "mine Hi"
     assert ChatTemplate.from_metadata(tiny_metadata).render(HI) == "the file's"
     path.write_text("{% bad %}")
