@@ -25,7 +25,9 @@
 //         as it reads it then; after the wait it stages the tile of the new keys again, and all of them
 //         if the position has moved. Keys of earlier steps are sure to be there: each kernel here starts
 //         its successor only after its own wait, so what runs later began after the keys before this
-//         layer's attention were complete.
+//         layer's attention were complete. A prefill block reads the position early too and finds its
+//         keys by it: after the wait position, q and the first key tile come in one latency. Where the
+//         position has moved it asks for another tile.
 // Numbers q * log2(e)/sqrt(E) is rounded to f16 once; k, v (an f32 cache while staging) and the
 //         weights exp2(s - max) are f16; scores, maxima, sums and the output are float32.
 // Bytes   decode 2*G*E*sizeof(KV) per position: 7B at 16,384 33.6 MB -> 7.8 us a layer at 4.3 TB/s
@@ -35,7 +37,9 @@
 //         3.4 us (0.5B) and 4.2 us (7B) with the launch, with splits merged through global memory: 0.5B
 //         3.7 and 5.8 us, 7B 4.7 and 11.4 us (H200, 2026-11-30). Of these, fence, counter and reading
 //         back 2 us. Predicted through clusters: 1.0 and 2.5, 1.5 and 7.
-// Registers  sm_90: attention E 64 168, E 128 215, f32 cache 167, 249; attention_decode 8 warps 96, 117,
+//         Prefill of 16 or 64 tokens at 0, 7B: 14.7 us a launch when rows were found by two divisions
+//         each as they were written, one after another, and five before the loads; predicted now 5 to 6.
+// Registers  sm_90: attention E 64 160, E 128 217, f32 cache 168, 255; attention_decode 8 warps 96, 117,
 //         4 warps 96, 132, f32 cache 144, 222. No spills from sm_75 to sm_120. 8 warps of 128 registers
 //         and 69 or 137 KB leave room on an SM of sm_90 for a block of the product before or after.
 // Shared  attention 32, 64 KB; attention_decode 8 warps 69, 137 KB where a card has that much, 4 warps 36,
@@ -103,10 +107,20 @@ struct Sums {
 
 // The keys that a block works on.
 struct Work {
-    int first_query;  // position of the tile's first token
-    int length;       // keys that the tile's last token sees
-    int begin, end;   // key tiles of this split
-    int active;       // splits that have work
+    int length;      // keys that the tile's last token sees
+    int begin, end;  // key tiles of this split
+    int active;      // splits that have work
+};
+
+// A row whose place is known: no division finds it.
+struct KnownRow {
+    int heads, known_token, known_head;
+
+    __device__ int token(int) const { return known_token; }
+    __device__ int head(int) const { return known_head; }
+    __device__ int64_t index(int) const {
+        return static_cast<int64_t>(known_token) * heads + known_head;
+    }
 };
 
 struct Output {
@@ -129,11 +143,11 @@ __device__ inline Place find_place(const AttentionShape& shape) {
     return place;
 }
 
+// Of a row tile whose last token is `last`.
 template <int KEYS>
-__device__ inline Work find_work(const AttentionShape& shape, const Place& place, int position) {
+__device__ inline Work find_work(const AttentionShape& shape, int last, int position) {
     Work work;
-    work.first_query = position + place.token(0);
-    work.length = min(position + place.token(place.rows - 1) + 1, shape.context);
+    work.length = min(position + last + 1, shape.context);
     const int tiles = ceil_div(work.length, KEYS);
     const int share = work.length <= shape.alone_keys
                           ? tiles
@@ -146,8 +160,8 @@ __device__ inline Work find_work(const AttentionShape& shape, const Place& place
 
 // Four consecutive values of a row, the same of layout 1 or as f16; all lanes of a warp call. Where
 // H*E is no multiple of 128 the last head writes the zeros behind it too.
-template <int E>
-__device__ inline void emit(const Output& output, const Place& place, int row, int dim, float4 v,
+template <int E, class Where>
+__device__ inline void emit(const Output& output, const Where& place, int row, int dim, float4 v,
                             bool valid) {
     if (output.out && valid)
         *reinterpret_cast<float4*>(output.out + place.index(row) * E + dim) = v;
@@ -276,7 +290,9 @@ __device__ inline void merge_splits(const float* sums, const float2* stats, int 
             __syncthreads();
             if (part == 0) add_scaled(v, reinterpret_cast<const float*>(halves + i), 1.0f);
         }
-        emit<E>(output, place, row, dim, v, valid && part == 0);
+        const int token = place.token(row);
+        const KnownRow known = {place.heads, token, place.head(row, token)};
+        emit<E>(output, known, row, dim, v, valid && part == 0);
     }
 }
 
@@ -285,39 +301,98 @@ struct Scratch {
     int* arrivals;
 };
 
-// From the warps' sums in shared memory to the result, or to this split's partials and, in the last
-// block of the row tile to arrive, from all of them to the result.
-template <int E, class Tile, class Rows>
-__device__ inline void finish(const Rows& rows, int slot, int active, const Place& place,
+// The result of a warp's rows as f16 activations, straight from its fragments: neighbouring lanes swap a
+// pair, so that even ones have four values of row lane/4, odd ones of the row 8 behind. half_offset adds
+// up over the bits of k.
+template <int E>
+__device__ inline void store_fragments(const Rows<E>& rows, int first, const Place& place,
+                                       const Output& output) {
+    const int lane = threadIdx.x % kWarp;
+    const bool odd = lane % 2;
+    float inverse[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) inverse[half] = 1.0f / row_sum(rows, half);
+    const int row = first + lane / 4 + (odd ? 8 : 0), token = odd ? rows.token[1] : rows.token[0];
+    const int head = place.head(row, token), width = place.heads * E;
+    const bool behind = width % 128 != 0 && head == place.heads - 1;
+    uint2 words[E / 8];  // values k, k+2 and k+1, k+3 of k = head*E + n*8 + (0 or 4)
+#pragma unroll
+    for (int n = 0; n < E / 8; ++n) {
+        const float* o = rows.o[n];
+        const uint32_t low = pack_half2(o[0] * inverse[0], o[1] * inverse[0]);
+        const uint32_t high = pack_half2(o[2] * inverse[1], o[3] * inverse[1]);
+        const uint32_t other = __shfl_xor_sync(kFull, odd ? low : high, 1);
+        const uint32_t a = odd ? other : low, b = odd ? high : other;
+        words[n] = make_uint2(__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632));
+    }
+    if (row >= place.rows) return;
+    const int k = head * E + lane % 4 / 2 * 4;
+    uint8_t* to = output.h + (static_cast<int64_t>(token) * (ceil_div(width, 128) * 128) +
+                              (k & ~127) + half_offset(k & 127)) * 2;
+#pragma unroll
+    for (int i = 0; i < E / 16; ++i) {  // n and n + 2 lie together
+        const int n = i / 2 * 4 + i % 2;
+        uint4* at = reinterpret_cast<uint4*>(to + half_offset(n * 8) * 2);
+        *at = make_uint4(words[n].x, words[n].y, words[n + 2].x, words[n + 2].y);
+        if (behind) at[E / 8] = make_uint4(0, 0, 0, 0);
+    }
+    if (head == 0 && lane % 4 < 2) output.hs[token] = 1.0f;
+}
+
+// From a warp's sums to the result, or to this split's partials and, in the last block of the row tile
+// to arrive, from all of them to the result. A warp needs only its own 16 rows: lane n knows row n % 16,
+// and the lanes of a row have four of its values each.
+template <int E>
+__device__ inline void finish(const Rows<E>& rows, int first, int active, const Place& place,
                               const Output& output, const Scratch& scratch) {
+    using Tile = Prefill<E>;
+    constexpr int kUnits = E / 4, kAtOnce = kWarp / kUnits;
+    if (active == 1 && !output.out && !output.qs) {
+        store_fragments(rows, first, place, output);
+        return;
+    }
     __syncthreads();  // the stages are free
     float* sums = reinterpret_cast<float*>(shared_bytes());
-    float2* stats = reinterpret_cast<float2*>(sums + Sums<E, Tile>::kStats);
-    store_rows(rows, sums + slot * Tile::kStride, stats + slot, Tile::kStride);
-    __syncthreads();
+    float2* stats = reinterpret_cast<float2*>(sums + Sums<E, Tile>::kStats) + first;
+    sums += first * Tile::kStride;
+    store_rows(rows, sums, stats, Tile::kStride);
+    __syncwarp();
 
+    const int lane = threadIdx.x % kWarp, own = lane % 16, count = min(place.rows - first, 16);
+    const float2 stat = stats[own];
+    const float* from = sums + lane / kUnits * Tile::kStride + lane % kUnits * 4;
+    if (active == 1) {
+        const int low = __shfl_sync(kFull, rows.token[0], own % 8 * 4);
+        const int high = __shfl_sync(kFull, rows.token[1], own % 8 * 4);
+        const int token = own < 8 ? low : high, head = place.head(first + own, token);
+        const float inverse = 1.0f / stat.y;
+        float4 next = *reinterpret_cast<const float4*>(from);
+#pragma unroll 1
+        for (int i = 0; i < 16; i += kAtOnce) {
+            const int row = i + lane / kUnits;
+            const float4 v = next;
+            next = *reinterpret_cast<const float4*>(from + (i + kAtOnce) % 16 * Tile::kStride);
+            const KnownRow known = {place.heads, __shfl_sync(kFull, token, row),
+                                    __shfl_sync(kFull, head, row)};
+            emit<E>(output, known, row, lane % kUnits * 4,
+                    scaled(v, __shfl_sync(kFull, inverse, row)), row < count);
+        }
+        return;
+    }
     const int64_t tile_id = static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x;
     const int64_t first_part = tile_id * gridDim.z;
     const int64_t parts = static_cast<int64_t>(gridDim.y) * gridDim.x * gridDim.z;
     float2* part_stats = reinterpret_cast<float2*>(scratch.partials + parts * Tile::kRows * E) +
                          first_part * Tile::kRows;
     float* part_sums = scratch.partials + first_part * Tile::kRows * E;
-    const int units = place.rows * (E / 4);
-    for (int base = 0; base < units; base += Tile::kThreads) {
-        const int i = base + threadIdx.x;
-        const bool valid = i < units;
-        const int row = valid ? i / (E / 4) : 0, dim = i % (E / 4) * 4;
-        float2 stat;
-        const float4 sum = combine_warps<E, Tile>(sums, stats, row, dim, &stat);
-        if (active == 1) {
-            emit<E>(output, place, row, dim, scaled(sum, 1.0f / stat.y), valid);
-        } else if (valid) {
-            const int at = blockIdx.z * Tile::kRows + row;
-            reinterpret_cast<float4*>(part_sums)[at * (E / 4) + dim / 4] = sum;
-            if (dim == 0) part_stats[at] = stat;
-        }
-    }
-    if (active > 1 && arrive_last(scratch.arrivals + tile_id, active))
+    const int at = blockIdx.z * Tile::kRows + first;
+    float4* to = reinterpret_cast<float4*>(part_sums + static_cast<int64_t>(at) * E) + lane;
+#pragma unroll 4
+    for (int i = 0; i < 16; i += kAtOnce)
+        if (i + lane / kUnits < count)
+            to[i * kUnits] = *reinterpret_cast<const float4*>(from + i * Tile::kStride);
+    if (lane < count) part_stats[at + own] = stat;
+    if (arrive_last(scratch.arrivals + tile_id, active))
         merge_splits<E, Tile>(part_sums, part_stats, active, place, output);
 }
 
@@ -424,50 +499,65 @@ __device__ inline void stage(__half* to, const KV* k, const KV* v, int tile, con
     copy_async_commit();
 }
 
+// From L2: before and after the wait the value may differ.
+__device__ inline int read_position(const int* at) { return *static_cast<const volatile int*>(at); }
+
 template <typename KV, int E>
 __global__ void __launch_bounds__(kThreads, E == 64 ? 3 : 2)
     attention(const float* q, const KV* k, const KV* v, const int* position_at, float* out,
               int8_t* qs, GroupScale* ds, uint8_t* h, float* hs, float* partials, int* arrivals,
               AttentionShape shape) {
     using Tile = Prefill<E>;
+    static_assert(Tile::kStages == 2, "one is filled before the first tile is done");
+    constexpr int kStage = 2 * kKeys * E;
     const int first = threadIdx.x / kWarp * 16;
     const Place place = find_place<Tile::kRows>(shape);
-    pdl_wait();
-    pdl_trigger();  // not before: a decode step's early reads count on it
-    const int position = *position_at;
-    Queries<E> queries;
-    load_queries(queries, q, place, first);
-    const Work work = find_work<kKeys>(shape, place, position);
-    if (work.begin >= work.end) return;
-
+    __half* stages = reinterpret_cast<__half*>(shared_bytes());
+    int* tokens = reinterpret_cast<int*>(stages + kStage);  // of all rows, until that stage is filled
+    if (threadIdx.x < Tile::kRows)
+        tokens[threadIdx.x] = place.token(min(static_cast<int>(threadIdx.x), place.rows - 1));
+    int position = min(max(read_position(position_at), 0), shape.context - shape.tokens);
+    __syncthreads();
+    Rows<E> rows;
+    start_rows(rows, tokens + first);
+    const int first_token = place.token(0), last_token = place.token(place.rows - 1);
+    Work work = find_work<kKeys>(shape, last_token, position);
     const int64_t stride = static_cast<int64_t>(shape.kv_heads) * E;
     k += blockIdx.x * E;
     v += blockIdx.x * E;
-    __half* stages = reinterpret_cast<__half*>(shared_bytes());
-    constexpr int kStage = 2 * kKeys * E;
-#pragma unroll
-    for (int i = 0; i < Tile::kStages - 1; ++i)
-        stage<KV, E>(stages + i * kStage, k, v, work.begin + i, work, stride);
+    pdl_wait();
+    pdl_trigger();  // not before: a decode step's early reads count on it
+    Queries<E> queries;
+    for (;;) {  // again where the position has moved
+        const int known = read_position(position_at);
+        if (work.begin < work.end) {
+            stage<KV, E>(stages, k, v, work.begin, work, stride);
+            load_queries(queries, q, place, rows, first);
+        }
+        if (known == position) break;
+        position = known;
+        work = find_work<kKeys>(shape, last_token, position);
+        copy_async_wait<0>();
+    }
+    if (work.begin >= work.end) return;
 
     uint32_t packed[E / 16][4];
     pack_queries<E>(packed, queries);
-    Rows<E> rows;
-    start_rows(rows, place, first, position);
     for (int tile = work.begin; tile < work.end; ++tile) {
-        copy_async_wait<Tile::kStages - 2>();
+        copy_async_wait<0>();
         __syncthreads();  // this tile is there, and the stage to fill next has been read by all
-        const int done = tile - work.begin, ahead = Tile::kStages - 1;
-        __half* free_stage = stages + (done + ahead) % Tile::kStages * kStage;
-        stage<KV, E>(free_stage, k, v, tile + ahead, work, stride);
-        const __half* keys = stages + done % Tile::kStages * kStage;
+        const int slot = (tile - work.begin) % Tile::kStages;
+        stage<KV, E>(stages + (1 - slot) * kStage, k, v, tile + 1, work, stride);
+        const __half* keys = stages + slot * kStage;
         float s[kKeys / 8][4];
         scores<E, kKeys>(s, packed, keys);
-        if (tile * kKeys + kKeys - 1 > work.first_query) mask<E, kKeys>(s, rows, tile * kKeys);
+        const int key = tile * kKeys - position;  // behind token 0
+        if (key + kKeys - 1 > first_token) mask<E, kKeys>(s, rows, key);
         weigh<E, kKeys>(s, rows);
         add_values<E, kKeys>(rows, s, keys + kKeys * E);
     }
-    finish<E, Tile>(rows, first, work.active, place, Output{out, qs, ds, h, hs},
-                    Scratch{partials, arrivals});
+    finish<E>(rows, first, work.active, place, Output{out, qs, ds, h, hs},
+              Scratch{partials, arrivals});
 }
 
 // A warp's ring of tiles: its n-th tile is n * WARPS behind its first and lies in slot n % kDepth.
@@ -488,9 +578,6 @@ struct Ring {
     }
 };
 
-// From L2: before and after the wait the value may differ.
-__device__ inline int read_position(const int* at) { return *static_cast<const volatile int*>(at); }
-
 template <typename KV, int E, int WARPS>
 __global__ void __launch_bounds__(WARPS * kWarp, 2)
     attention_decode(const float* q, const KV* k, const KV* v, const int* position_at, float* out,
@@ -506,7 +593,7 @@ __global__ void __launch_bounds__(WARPS * kWarp, 2)
                                      static_cast<int64_t>(shape.kv_heads) * E,
                                      shared + warp * Tile::kDepth * Tile::kTile};
     int position = min(max(read_position(position_at), 0), shape.context - shape.tokens);
-    Work work = find_work<kWarpKeys>(shape, place, position);
+    Work work = find_work<kWarpKeys>(shape, place.token(place.rows - 1), position);
 #pragma unroll 1
     for (int n = 0; n < Tile::kDepth; ++n) {
         if (kEarly) ring.add(work, n);
@@ -531,7 +618,7 @@ __global__ void __launch_bounds__(WARPS * kWarp, 2)
         queries.stage(shared + Tile::kQueries, q);
         if (known == position) break;
         position = known;
-        work = find_work<kWarpKeys>(shape, place, position);
+        work = find_work<kWarpKeys>(shape, place.token(place.rows - 1), position);
     }
     if (work.begin >= work.end && (work.active == 1 || !clustered)) return;
     __syncthreads();

@@ -65,7 +65,10 @@ struct Place {
 
     // One token, decode, spares the division: its latency is in every layer's path.
     __device__ int token(int row) const { return tokens == 1 ? 0 : (first_row + row) / group; }
-    __device__ int head(int row) const { return first_head + first_row + row - token(row) * group; }
+    __device__ int head(int row) const { return head(row, token(row)); }
+    __device__ int head(int row, int token) const {
+        return first_head + first_row + row - token * group;
+    }
     // of the row's E values in (T, H, E)
     __device__ int64_t index(int row) const {
         return static_cast<int64_t>(token(row)) * heads + head(row);
@@ -77,14 +80,15 @@ template <int E>
 struct Rows {
     float o[E / 8][4];     // sums of weights * v: d fragments
     float top[2], sum[2];  // of rows lane/4 and lane/4 + 8; `sum` is this lane's share
-    int query[2];          // their positions
+    int token[2];          // their tokens
 };
 
+// `tokens` of the warp's rows.
 template <int E>
-__device__ inline void start_rows(Rows<E>& rows, const Place& place, int first, int position) {
+__device__ inline void start_rows(Rows<E>& rows, const int* tokens) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        rows.query[half] = position + place.token(first + threadIdx.x % kWarp / 4 + 8 * half);
+        rows.token[half] = tokens[threadIdx.x % kWarp / 4 + 8 * half];
         rows.top[half] = minus_infinity();
         rows.sum[half] = 0.0f;
     }
@@ -98,26 +102,26 @@ __device__ inline float query_scale() {
     return kLog2e * (E == 64 ? 0.125f : 0.08838834764831845f);  // log2(e)/sqrt(E)
 }
 
-// The lane's part of its two rows as they lie in memory: loaded before the key tiles, which must
-// wait for the position, and packed while those are under way.
+// The lane's part of its two rows as they lie in memory: asked for with the key tiles, and packed while
+// those are under way.
 template <int E>
 struct Queries {
-    bool valid[2];  // rows that the tile has; the others count as zeros
     float2 x[2][E / 8];
 };
 
+// Rows that the tile lacks repeat its last.
 template <int E>
 __device__ inline void load_queries(Queries<E>& queries, const float* q, const Place& place,
-                                    int first) {
+                                    const Rows<E>& rows, int first) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const int row = first + threadIdx.x % kWarp / 4 + 8 * half;
-        queries.valid[half] = row < place.rows;
-        const float* from = q + (queries.valid[half] ? place.index(row) : 0) * E;
+        const int row = min(first + static_cast<int>(threadIdx.x) % kWarp / 4 + 8 * half, place.rows - 1);
+        const int token = rows.token[half];
+        const int64_t index = static_cast<int64_t>(token) * place.heads + place.head(row, token);
+        const float* from = q + index * E + threadIdx.x % 4 * 2;
 #pragma unroll
         for (int step = 0; step < E / 8; ++step)
-            queries.x[half][step] =
-                *reinterpret_cast<const float2*>(from + threadIdx.x % 4 * 2 + step * 8);
+            queries.x[half][step] = *reinterpret_cast<const float2*>(from + step * 8);
     }
 }
 
@@ -130,8 +134,7 @@ __device__ inline void pack_queries(uint32_t packed[E / 16][4], const Queries<E>
         for (int step = 0; step < E / 8; ++step) {
             const float2 x = queries.x[half][step];
             packed[step / 2][half + step % 2 * 2] =
-                queries.valid[half] ? pack_half2(x.x * query_scale<E>(), x.y * query_scale<E>())
-                                    : 0u;
+                pack_half2(x.x * query_scale<E>(), x.y * query_scale<E>());
         }
     }
 }
@@ -156,7 +159,7 @@ __device__ inline void scores(float s[KEYS / 8][4], const uint32_t q[E / 16][4],
     }
 }
 
-// Hide the keys behind each row's query; `key` is the position of the first.
+// Hide the keys behind each row's query; the first is `key` behind token 0.
 template <int E, int KEYS>
 __device__ inline void mask(float s[KEYS / 8][4], const Rows<E>& rows, int key) {
     key += threadIdx.x % 4 * 2;
@@ -164,7 +167,7 @@ __device__ inline void mask(float s[KEYS / 8][4], const Rows<E>& rows, int key) 
     for (int n = 0; n < KEYS / 8; ++n) {
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            if (key + n * 8 + i % 2 > rows.query[i / 2]) s[n][i] = minus_infinity();
+            if (key + n * 8 + i % 2 > rows.token[i / 2]) s[n][i] = minus_infinity();
     }
 }
 
@@ -218,6 +221,14 @@ __device__ inline void add_values(Rows<E>& rows, const float s[KEYS / 8][4], con
     }
 }
 
+// Of all lanes of the row.
+template <int E>
+__device__ inline float row_sum(const Rows<E>& rows, int half) {
+    float sum = rows.sum[half];
+    sum += __shfl_xor_sync(kFull, sum, 1);
+    return sum + __shfl_xor_sync(kFull, sum, 2);
+}
+
 // Sums, maxima and weight sums of the warp's 16 rows to shared memory: rows `stride` floats apart.
 template <int E>
 __device__ inline void store_rows(const Rows<E>& rows, float* sums, float2* stats, int stride) {
@@ -225,9 +236,7 @@ __device__ inline void store_rows(const Rows<E>& rows, float* sums, float2* stat
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int row = lane / 4 + 8 * half;
-        float sum = rows.sum[half];
-        sum += __shfl_xor_sync(kFull, sum, 1);
-        sum += __shfl_xor_sync(kFull, sum, 2);
+        const float sum = row_sum(rows, half);
         if (lane % 4 == 0) stats[row] = make_float2(rows.top[half], sum);
 #pragma unroll
         for (int n = 0; n < E / 8; ++n)

@@ -251,7 +251,9 @@ def test_q8_output_is_the_float_output_quantised(
     np.testing.assert_array_equal(sums, want.reshape(tokens, -1, 2, 16).sum(axis=-1))
 
 
-@pytest.mark.parametrize(("tokens", "group", "head_dim"), [(40, 1, 64), (2, 7, 128), (19, 3, 64)])
+@pytest.mark.parametrize(
+    ("tokens", "group", "head_dim"), [(40, 1, 64), (2, 7, 128), (19, 3, 64), (9, 7, 128)]
+)
 def test_f16_output_is_the_float_output_rounded(
     device: Device, tokens: int, group: int, head_dim: int
 ) -> None:
@@ -270,6 +272,11 @@ def test_f16_output_is_the_float_output_rounded(
     got = device.download(h).reshape(tokens, -1, 128)[:, :, at].reshape(tokens, padded)
     np.testing.assert_array_equal(got, want)
     np.testing.assert_array_equal(device.download(hs), np.ones(tokens, np.float32))
+
+    alone = up(np.full((tokens, padded), 99, np.float16)), up(np.zeros(tokens, np.float32))
+    attention(device, case.plan(), up(case.q), k, v, where, h=alone[0], hs=alone[1])
+    np.testing.assert_array_equal(device.download(alone[0]), device.download(h))
+    np.testing.assert_array_equal(device.download(alone[1]), device.download(hs))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -290,9 +297,9 @@ def test_a_position_that_moves_before_the_wait_is_taken_as_it_is_after(moved: in
         return text.replace(guess, f"{guess} + ({moved})")
 
     device, early = simt_device(), simt_device(source=source)
-    case = Case.random(1, 7, 1, 64, past=299)
-    for how in (case.plan(), case.plan(splits=4, min_keys=48)):
-        np.testing.assert_array_equal(case.run(early, how), case.run(device, how))
+    for case in (Case.random(1, 7, 1, 64, past=299), Case.random(6, 7, 1, 64, past=299)):
+        for how in (case.plan(), case.plan(splits=4, min_keys=48)):
+            np.testing.assert_array_equal(case.run(early, how), case.run(device, how))
 
 
 def test_plans_fill_the_card_and_never_more_than_the_context() -> None:
