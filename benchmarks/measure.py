@@ -93,8 +93,9 @@ def say(text: str) -> None:
 
 
 def command() -> str:
-    """What was run, less where its result goes."""
+    """What was run, less where its result goes and where the model lies."""
     words = ["python", *sys.orig_argv[1:]]
+    words = [Path(word).name if word.endswith(".gguf") else word for word in words]
     for option in ("--out", "--into", "--commit"):
         if option in words:
             at = words.index(option)
