@@ -27,7 +27,7 @@ PROMPT = "\x1b[?2004h"  # bracketed paste on: the editor reads keys from here on
 @pytest.fixture(scope="session")
 def model(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("cli") / "tiny.gguf"
-    return str(ggufs.write_gguf(path, layers=1, d=128, heads=2, kv_heads=1, ffn=128))
+    return str(ggufs.write_gguf(path, **ggufs.ONE_LAYER))
 
 
 def minfer(*arguments, stdin=None):

@@ -31,6 +31,9 @@ _RANDOM = {
 }  # fmt: skip
 
 
+ONE_LAYER = {"layers": 1, "d": 128, "heads": 2, "kv_heads": 1, "ffn": 128}  # answers at once
+
+
 def byte_map() -> list[str]:
     """GPT-2's printable character for each of the 256 bytes."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]

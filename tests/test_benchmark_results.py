@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
-from ggufs import write_gguf
 from test_synthetic import TINY, write_tiny
 
 from benchmarks import cases, kernels, measure, models, plots, process, render
@@ -184,10 +184,9 @@ def test_the_benchmark_of_a_synthetic_model_is_a_result_file(tmp_path, monkeypat
     assert "| tiny-q8_0 (random weights) |" in render.speed([result])
 
 
-def test_prompts_of_many_lengths_are_a_result_of_their_own(tmp_path, monkeypatch, capsys):
+def test_prompts_of_many_lengths_are_a_result_of_their_own(model, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(models, "LENGTHS", "1,2,5")
-    path = write_gguf(tmp_path / "tiny.gguf", layers=1, d=128, heads=2, kv_heads=1, ffn=128)
-    words = [str(path), "--what", "lengths,bench", "--into", str(tmp_path), "--"]
+    words = [model, "--what", "lengths,bench", "--into", str(tmp_path), "--"]
     assert models.main([*words, "--device", "cpu", "-p", "3", "-n", "1", "-r", "2"]) == 0
     lengths = json.loads((tmp_path / "lengths-tiny.json").read_text())
     assert [row["name"] for row in lengths["results"]] == ["pp1", "pp2", "pp5"]
@@ -211,9 +210,8 @@ def test_the_types_that_are_compared_are_all_that_tensor_cores_multiply():
     assert found == {(t, what) for t in options.types for what in ("o", "down", "gate, up")}
 
 
-def test_a_process_is_measured_from_start_to_exit_in_parts_and_end_to_end(tmp_path, capsys):
-    path = write_gguf(tmp_path / "tiny.gguf", layers=1, d=128, heads=2, kv_heads=1, ffn=128)
-    words = [str(path), "--device", "cpu", "--runs", "1", "--tokens", "9", "--into", str(tmp_path)]
+def test_a_process_is_measured_from_start_to_exit_in_parts_and_end_to_end(model, tmp_path, capsys):
+    words = [model, "--device", "cpu", "--runs", "1", "--tokens", "9", "--into", str(tmp_path)]
     process.main([*words, "--commit", "abc"])
     result = json.loads((tmp_path / "process-tiny.json").read_text())
     assert set(result["stages"]) == set(render.STAGES)
@@ -225,8 +223,7 @@ def test_a_process_is_measured_from_start_to_exit_in_parts_and_end_to_end(tmp_pa
     assert "| tiny |" in render.processes([result])
 
 
-def test_device_memory_is_what_the_card_has_less_than_with_a_bare_context(tmp_path, monkeypatch):
-    path = write_gguf(tmp_path / "tiny.gguf", layers=1, d=128, heads=2, kv_heads=1, ffn=128)
+def test_device_memory_is_what_the_card_has_less_than_with_a_bare_context(model, monkeypatch):
     free = iter([9000, 2000])
     card = SimpleNamespace(
         synchronize=lambda: None,
@@ -235,7 +232,7 @@ def test_device_memory_is_what_the_card_has_less_than_with_a_bare_context(tmp_pa
     parts = {"weights": 5000, "KV cache": 1000, "workspace": 500}
     monkeypatch.setattr("minfer_cuda.kernels.module.CudaDevice", lambda ordinal: card)
     monkeypatch.setattr("minfer_cuda.llm.LLM", partial(on_the_cpu, parts))
-    found = process.load_in_parts(path, "cuda", spawned=0.0)
+    found = process.load_in_parts(Path(model), "cuda", spawned=0.0)
     assert found["memory"] == parts | {"used": 7000, "bar": process.LEAST_BAR}
 
 

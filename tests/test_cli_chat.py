@@ -391,8 +391,7 @@ def test_an_interrupted_answer_is_answered_anew_on_demand(model, tmp_path, monke
 
 def test_a_thought_is_hidden_on_demand_and_kept_in_the_session(tmp_path):
     template = ggufs.CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")
-    path = ggufs.write_gguf(tmp_path / "r1.gguf", layers=1, d=128, heads=2, kv_heads=1, ffn=128,
-                            chat_template=template)  # fmt: skip
+    path = ggufs.write_gguf(tmp_path / "r1.gguf", **ggufs.ONE_LAYER, chat_template=template)
     session = tmp_path / "chat.json"
     shown = chat(path, ["hello"], "--ignore-eos")
     hidden = chat(path, ["hello"], "--ignore-eos", "--hide-thinking", "--session", session)

@@ -90,10 +90,8 @@ def test_echo_prints_the_prompt_before_the_answer(model):
 
 def test_filling_in_puts_the_text_between_the_models_own_tokens(tmp_path):
     marks = {"fim_pre": 1, "fim_suf": 2, "fim_mid": 3}
-    path = ggufs.write_gguf(
-        tmp_path / "fim.gguf", layers=1, d=128, heads=2, kv_heads=1, ffn=128,
-        metadata={f"tokenizer.ggml.{name}_token_id": i for name, i in marks.items()},
-    )  # fmt: skip
+    keys = {f"tokenizer.ggml.{name}_token_id": i for name, i in marks.items()}
+    path = ggufs.write_gguf(tmp_path / "fim.gguf", **ggufs.ONE_LAYER, metadata=keys)
     prompt = events(
         minfer("generate", path, "hello", "--suffix", "<|im_end|>", *GREEDY, "--echo", "--json")
     )[0]["ids"]
@@ -284,8 +282,7 @@ def test_a_grammar_that_is_no_text_is_an_error_of_the_data(tmp_path):
 def test_an_answer_by_a_grammar_is_no_thought(tmp_path):
     """The template has opened one: shown as such, or hidden, the answer would be lost."""
     opening = ggufs.CHATML.replace("assistant\n", "assistant\n<think>\n")
-    path = ggufs.write_gguf(tmp_path / "thinks.gguf", layers=1, d=128, heads=2, kv_heads=1, ffn=128,
-                            chat_template=opening)  # fmt: skip
+    path = ggufs.write_gguf(tmp_path / "x.gguf", **ggufs.ONE_LAYER, chat_template=opening)
     arguments = ("generate", path, "hello", *CPU, "--hide-thinking")
     assert minfer(*arguments, "-n", "5", "--ignore-eos").stdout.strip() == ""
     assert minfer(*arguments, "--regex", "yes").stdout == "yes\n"
@@ -302,7 +299,7 @@ def test_filling_in_ends_where_the_next_file_would_begin(tmp_path):
         bias = np.where(np.arange(len(tokens)) == end, 1e6, 0).astype(np.float32)
         keys = {f"tokenizer.ggml.{key}_token_id": i for key, i in (marks | {name: end}).items()}
         path = ggufs.write_gguf(
-            tmp_path / f"{name}.gguf", layers=1, d=128, heads=2, kv_heads=1, ffn=128,
+            tmp_path / f"{name}.gguf", **ggufs.ONE_LAYER,
             metadata=keys, output_bias=True, tensors={"output.bias": bias},
         )  # fmt: skip
         filled = events(minfer("generate", path, "a", "--suffix", "b", *GREEDY, "--json"))[-1]

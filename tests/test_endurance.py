@@ -6,18 +6,17 @@ import json
 from dataclasses import fields
 
 import pytest
-from ggufs import write_gguf
 
 from benchmarks import endurance
 from minfer_cuda.sampling import SamplingParams
 
 
-def test_a_long_day_in_small_keeps_its_promises_and_stores_what_it_saw(tmp_path, monkeypatch):
+def test_a_long_day_in_small_keeps_its_promises_and_stores_what_it_saw(
+    model, tmp_path, monkeypatch
+):
     monkeypatch.setattr(endurance, "SPEED", float("inf"))  # this machine is shared
     monkeypatch.setattr(endurance, "GRAPH_ROWS", 4)
-    path = tmp_path / "tiny.gguf"
-    write_gguf(path, layers=1, d=128, heads=2, kv_heads=1, ffn=128)
-    words = [str(path), "--device", "cpu", "--tokens", "150", "--requests", "30", "--n-ctx", "160"]
+    words = [model, "--device", "cpu", "--tokens", "150", "--requests", "30", "--n-ctx", "160"]
     assert endurance.main([*words, "--into", str(tmp_path), "--commit", "abc"]) == 0
     result = json.loads((tmp_path / "endurance-tiny.json").read_text())
     assert result["tokens"] >= 150 and result["requests"] >= 30

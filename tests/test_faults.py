@@ -26,7 +26,7 @@ from command_line import (
     unfinished,
 )
 from devices import simt_device
-from ggufs import write_gguf
+from ggufs import ONE_LAYER, write_gguf
 from hub import DATA, silent
 
 import minfer_cuda.runners as runners
@@ -279,7 +279,7 @@ def test_a_model_that_vanishes_while_it_is_listed_has_no_bytes(hub):
 
 @pytest.fixture
 def own_model(tmp_path):
-    return write_gguf(tmp_path / "own.gguf", layers=1, d=128, heads=2, kv_heads=1, ffn=128)
+    return write_gguf(tmp_path / "own.gguf", **ONE_LAYER)
 
 
 @pytest.mark.parametrize("resident", [True, False])

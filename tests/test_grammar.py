@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from ggufs import write_gguf
+from ggufs import ONE_LAYER, write_gguf
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,7 +38,7 @@ HOT = SamplingParams(temperature=3.0, top_k=0, top_p=1.0, min_p=0.0, seed=5)  # 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
     path = tmp_path_factory.mktemp("grammar") / "tiny.gguf"
-    write_gguf(path, layers=1, d=128, heads=2, kv_heads=1, ffn=128, vocab=301)
+    write_gguf(path, **ONE_LAYER, vocab=301)
     with LLM(path, n_ctx=512, device="cpu") as llm:
         yield llm
 

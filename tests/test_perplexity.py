@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ggufs import write_gguf
+from ggufs import ONE_LAYER, write_gguf
 from typer.testing import CliRunner
 
 from cli.main import app
@@ -27,7 +27,7 @@ N_CTX = 20
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("ppl") / "tiny.gguf"
-    return write_gguf(path, layers=1, d=128, heads=2, kv_heads=1, ffn=128)
+    return write_gguf(path, **ONE_LAYER)
 
 
 def runner_of(path: Path, **options) -> NumpyRunner:
@@ -365,8 +365,7 @@ def test_a_base_of_another_text_vocabulary_or_chunk_size_is_refused(model, text,
     assert (result.exit_code, "another text" in result.stderr) == (1, True)
     result = minfer(model, "-c", 32, "--kl-divergence", base)
     assert (result.exit_code, "16 tokens" in result.stderr) == (2, True)
-    larger = write_gguf(tmp_path / "larger.gguf", layers=1, d=128, heads=2, kv_heads=1, ffn=128,
-                        vocab=400)  # fmt: skip
+    larger = write_gguf(tmp_path / "larger.gguf", **ONE_LAYER, vocab=400)
     result = minfer(larger, "--device", "cpu", "--kl-divergence", base)
     assert (result.exit_code, "this one has 400" in result.stderr) == (1, True)
 

@@ -19,7 +19,7 @@ OTHER = b"other" * 100
 
 
 def test_a_model_is_fetched_verified_listed_used_and_removed(hub, tmp_path):
-    path = ggufs.write_gguf(tmp_path / "x.gguf", layers=1, d=128, heads=2, kv_heads=1, ffn=128)
+    path = ggufs.write_gguf(tmp_path / "x.gguf", **ggufs.ONE_LAYER)
     hub.publish("some/repo-GGUF", tiny_q4_k_m=path.read_bytes(), tiny_q8_0=DATA)
     pulled = minfer("pull", "hf:some/repo-GGUF:Q4-K-M")
     assert pulled.exit_code == 0, pulled.stderr
