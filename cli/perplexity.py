@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -87,10 +87,18 @@ def perplexity(
     size = _chunk_size(n_ctx, saved)
     words = read_text(text) if text else None
     with open_model(model, Settings(size, device, kv_type and kv_type.value)) as llm:
+        _check_target(save_logits, (text, llm.file.path))
         chunks = _chunks(llm, words, size, n_chunks, saved)
         result = _measure(llm, chunks, saved, save_logits, token_by_token)
         about = _about(llm, chunks, text, base, token_by_token)
     print(_json(about, result) if as_json else _table(chunks, result))
+
+
+def _check_target(target: Path | None, inputs: Iterable[Path | None]) -> None:
+    """Raise UsageError where saving would replace what is read."""
+    for path in inputs:
+        if target and path and target.exists() and target.samefile(path):
+            raise UsageError(f"--save-logits would replace {path}, which is read")
 
 
 def _chunk_size(n_ctx: int | None, saved: SavedLogits | None) -> int:

@@ -215,9 +215,10 @@ def adjust(
     ids = np.fromiter(counts.keys(), np.int64, len(counts))
     times = np.fromiter(counts.values(), np.float32, len(counts))
     chosen = out[ids]
-    chosen = np.where(chosen > 0, chosen / repeat, chosen * repeat)
-    if frequency != 0 or presence != 0:
-        chosen = chosen - (times * frequency + presence)
+    with np.errstate(over="ignore"):  # -inf is never drawn, +inf is refused by `sample`
+        chosen = np.where(chosen > 0, chosen / repeat, chosen * repeat)
+        if frequency != 0 or presence != 0:
+            chosen = chosen - (times * frequency + presence)
     out[ids] = chosen
     return out
 
@@ -290,7 +291,10 @@ def sample(
         adjusted[~allowed(mask, adjusted.size)] = -np.inf
     best = adjusted.max()
     if not np.isfinite(best):  # max propagates NaN
-        raise NumericsError(f"the largest logit is {best}: the model's output is not finite")
+        raise NumericsError(
+            f"the largest logit is {best}, after bias, penalties and mask: the weights may be "
+            f"damaged, or a penalty is too large"
+        )
     if params.greedy:
         return int(adjusted.argmax())
     return draw(*candidates(adjusted, params), u)

@@ -385,6 +385,8 @@ def test_what_cannot_be_scored_ends_in_one_line(model, text, tmp_path):
         (options(model, short), 2, "one chunk needs 16"),
         ((*options(model, text), "--kl-divergence", text), 1, "_logits_"),
         ((*options(model, text), "--save-logits", tmp_path / "no" / "x"), 1, "cannot write"),
+        ((*options(model, text), "--save-logits", text), 2, "would replace"),
+        ((*options(model, text), "--save-logits", model), 2, "would replace"),
     ]
     for arguments, code, told in cases:
         result = minfer(*arguments)

@@ -84,6 +84,14 @@ def test_logits_that_are_not_finite_are_reported(bad, temperature):
         sample(row(1, bad, 2), params(temperature=temperature), [], (), 0.5)
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_penalty_that_leaves_float32_never_draws_or_says_so():
+    seen = [0, 0, 0, 0]
+    assert sample(row(9, 1), params(frequency_penalty=1e38), seen, (), 0.5) == 1
+    with pytest.raises(NumericsError, match="penalty"):
+        sample(row(9, 1), params(frequency_penalty=-1e38), seen, (), 0.5)
+
+
 def test_minus_infinity_means_never_and_all_of_them_is_an_error():
     assert sample(row(-math.inf, 0, -math.inf), params(), [], (), 0.9999) == 1
     with pytest.raises(NumericsError):
