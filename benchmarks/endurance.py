@@ -356,9 +356,8 @@ def main(words: Sequence[str] | None = None) -> int:
         result = endure(llm, options.tokens, options.requests, on_gpu)
     machine = about() if on_gpu else {"command": command(), **about_software(), "device": "CPU"}
     result = {"file": options.model.name, **machine, **result}
-    result["commit"] = result["commit"] or options.commit
     result["broken"] = promises(result)
-    finish(result, options.into / f"endurance-{options.model.stem}.json")
+    finish(result, options.into / f"endurance-{options.model.stem}.json", options.commit)
     for broken in result["broken"]:
         say(f"broken: {broken}")
     return 1 if result["broken"] else 0

@@ -179,7 +179,6 @@ def main() -> None:
         "read_gb_s": round(read / 1e9, 1),
         "mma_tops": {kind: rate / 1e12 for kind, rate in ceiling.mma.items()},
     }
-    result["commit"] = result["commit"] or options.commit
     timer = measure.GraphTimer(device)
     if options.phases:
         from benchmarks.phases import run_phases
@@ -191,7 +190,7 @@ def main() -> None:
         compile_all(device, chosen)
         result |= run(chosen, Bed(device), timer, ceiling, options.seconds)
         name = f"{options.kind}.json"
-    measure.finish(result, options.out or measure.RESULTS / name)
+    measure.finish(result, options.out or measure.RESULTS / name, options.commit)
 
 
 if __name__ == "__main__":

@@ -108,12 +108,15 @@ def about(ordinal: int = 0) -> dict[str, Any]:
     return {"command": command(), **about_software(), **about_gpu(ordinal)}
 
 
-def finish(result: dict[str, Any], out: Path) -> None:
-    """Write the result, indented, and print it as the last line."""
+def finish(result: dict[str, Any], out: Path, commit: str | None = None) -> None:
+    """Write the result, indented, and print it as the last line; with the `commit` that the user
+    has named, where the source tree could not tell its own."""
+    if commit is not None:
+        result["commit"] = result["commit"] or commit
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     say(f"written to {out}")
-    print(json.dumps(result))
+    print(json.dumps(result), flush=True)
 
 
 def listed(text: str) -> list[str]:

@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.family import FTYPES, SIZES
-from benchmarks.measure import RESULTS, in_memory, listed, say
+from benchmarks.measure import RESULTS, finish, in_memory, listed, say
 from benchmarks.synthetic import write_synthetic
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -76,7 +76,6 @@ def main(words: Sequence[str] | None = None) -> int:
         size, _, ftype = model.partition(":")
         if (size in SIZES and ftype not in FTYPES) or (size not in SIZES and ftype):
             parser.error(f"{model}: sizes are {', '.join(SIZES)}, types {', '.join(FTYPES)}")
-    options.into.mkdir(parents=True, exist_ok=True)
     failed = 0
     for model in options.models:
         with model_file(model) as path:
@@ -93,10 +92,7 @@ def _kept(path: Path, what: str, bench_options: Sequence[str], options: argparse
     except subprocess.CalledProcessError as error:
         say(f"{path.name}: {what} failed with exit code {error.returncode}")
         return False
-    result["commit"] = result["commit"] or options.commit
-    out = options.into / f"{what}-{path.stem}.json"
-    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(result), flush=True)
+    finish(result, options.into / f"{what}-{path.stem}.json", options.commit)
     return True
 
 

@@ -183,8 +183,7 @@ def main(words: Sequence[str] | None = None) -> None:
         print(json.dumps(load_in_parts(path, options.device, options.stages)))
         return
     result = measure(path, options.device, options.runs, options.tokens)
-    result["commit"] = result["commit"] or options.commit
-    finish(result, options.into / f"process-{path.stem}.json")
+    finish(result, options.into / f"process-{path.stem}.json", options.commit)
 
 
 if __name__ == "__main__":
