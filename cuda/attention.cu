@@ -39,7 +39,7 @@
 //         back 2 us. Predicted through clusters: 1.0 and 2.5, 1.5 and 7.
 //         Prefill of 16 or 64 tokens at 0, 7B: 14.7 us a launch when rows were found by two divisions
 //         each as they were written, one after another, and five before the loads; predicted now 5 to 6.
-// Registers  sm_90: attention E 64 160, E 128 217, f32 cache 168, 255; attention_decode 8 warps 96, 117,
+// Registers  sm_90: attention E 64 168, E 128 219, f32 cache 168, 254; attention_decode 8 warps 96, 117,
 //         4 warps 96, 132, f32 cache 144, 222. No spills from sm_75 to sm_120. 8 warps of 128 registers
 //         and 69 or 137 KB leave room on an SM of sm_90 for a block of the product before or after.
 // Shared  attention 32, 64 KB; attention_decode 8 warps 69, 137 KB where a card has that much, 4 warps 36,
