@@ -24,7 +24,9 @@ app = typer.Typer(
     help="Run GGUF models of the Qwen2 family on an NVIDIA GPU, or on the CPU.",
     epilog="Example: minfer generate model.gguf 'Why is the sky blue?' \n\n"
     "Exit codes: 0 done, 1 the model file, the data or the device, 2 usage, 130 interrupted, "
-    "143 terminated.",
+    "143 terminated.\n\n"
+    "Environment: MINFER_MODEL_DIR and MINFER_CACHE_DIR say where models and compiled kernels are "
+    "kept; the README lists the others.",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     no_args_is_help=True,
     add_completion=True,

@@ -33,7 +33,7 @@ def perplexity(
     text: Annotated[
         Path | None,
         typer.Option(
-            "-f", "--file", metavar="TEXT", exists=True, dir_okay=False, help="UTF-8 text to score."
+            "-f", "--file", metavar="FILE", exists=True, dir_okay=False, help="UTF-8 text to score."
         ),
     ] = None,
     n_ctx: Annotated[
