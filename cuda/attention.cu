@@ -33,12 +33,9 @@
 // Bytes   decode 2*G*E*sizeof(KV) per position: 7B at 16,384 33.6 MB -> 7.8 us a layer at 4.3 TB/s
 //         (H200), 0.5B 8.4 MB -> 1.95 us. Prefill 4*T*S*H*E operations, half of them masked: 7B,
 //         2,048 tokens 30 GFLOP a layer -> 49 us at 608 TFLOP/s.
-// Time    what a layer of a decode step took longer at depth 4,096 and 16,384 than near 0, where it is
-//         3.4 us (0.5B) and 4.2 us (7B) with the launch, with splits merged through global memory: 0.5B
-//         3.7 and 5.8 us, 7B 4.7 and 11.4 us (H200, 2026-11-30). Of these, fence, counter and reading
-//         back 2 us. Predicted through clusters: 1.0 and 2.5, 1.5 and 7.
-//         Prefill of 16 or 64 tokens at 0, 7B: 14.7 us a launch when rows were found by two divisions
-//         each as they were written, one after another, and five before the loads; predicted now 5 to 6.
+// Time    a launch of a decode step at depth 300, 4,096, 16,384 (H200, 2026-11-30): 0.5B 3.4, 4.5, 7.7 us,
+//         7B 4.1, 6.8, 14.0 us; with splits merged through global memory 5.2, 6.3, 9.5 and 5.7, 8.4, 14.8.
+//         Prefill: benchmarks/NOTES.md.
 // Registers  sm_90: attention E 64 168, E 128 219, f32 cache 168, 254; attention_decode 8 warps 96, 117,
 //         4 warps 96, 132, f32 cache 144, 222. No spills from sm_75 to sm_120. 8 warps of 128 registers
 //         and 69 or 137 KB leave room on an SM of sm_90 for a block of the product before or after.

@@ -11,7 +11,7 @@
 // Launch  grid = (ceil(N / 128), ceil(T / kTokens), splits), block = 256, dynamic shared = Stages stages.
 // Bytes   W once per ceil(T / kTokens); operations 2 N K T. What bounds it is scaling the int32 sums:
 //         385 TOP/s at 32 values a scale with all in registers (gpu ceilings in benchmarks/NOTES.md).
-// Time    16 and fewer tokens on cards with fast f16 (prefill.py), all prompts on the others.
+// Serves  prompts on cards without fast f16 (prefill.py).
 // Why not matmul_f16: half the rate on consumer cards, and it needs sm_80. Why not wider scale groups:
 //         they fail the accuracy bar.
 #include "q8.cuh"

@@ -2,7 +2,8 @@
 // cores, float32 sums.
 //   y[t, n] = sum_k W[n, k] x[t, k] (+ bias[n]) (+ residual[t, n]), or with a second matrix `up`
 //   neurons[t, n] = silu(sum_k W[n, k] x[t, k]) * sum_k up[n, k] x[t, k], as f16 activations
-//   matrices (N, K), alone, or up to three above each other as one, in records (layout 2); peak, up_peak: their largest |scale|, from `peak<Q>`
+//   matrices (N, K), alone, or up to three above each other as one, in records (layout 2); peak,
+//   up_peak: their largest |scale|, from `peak<Q>`
 //   F16, BF16: row-major, K % 8 == 0; the peak of BF16 is its largest |value|, F16 has none
 //   h (T, Kp) f16, hs (T): f16 activations, x = h * hs, each 128 values in half_offset's order
 // Weights are the rows (M), tokens the columns (N). Both tiles go to shared memory by cp.async, the
@@ -21,7 +22,8 @@
 //         to 14 LDS.128 and 4 LDS.64 (48-60 of the 100 clocks of shared memory that 64 mma take of
 //         an SM). Tiles of 128 x 128 read 26 bytes a clock and SM from L2. Measured 290 TFLOP/s at 2,048
 //         tokens (7B, Q4_K), as much as tiles of 256 x 128; 128 x 32 175, and the better up to
-//         64 to 128 tokens. Tokens past the last are not read.
+//         64 to 128 tokens; up to 16 a tile of 128 x 16 with 32 warps an SM, bound by the instructions
+//         around the products. Tokens past the last are not read.
 // Why not int8: a scale every 32 values costs more than the products (matmul.cu: 100 TOP/s) and its
 //         rounding of activations 700 times the divergence (kernels.md).
 #include "q8.cuh"
