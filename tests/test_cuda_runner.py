@@ -381,6 +381,8 @@ def test_two_runners_of_one_device_never_meet(device: Device, mixed: Path) -> No
 
 def test_a_position_past_the_context_raises_before_any_write(device: Device, mixed: Path) -> None:
     runner = runner_of(device, mixed, n_ctx=12)
+    blank = np.zeros(runner.cache.data.shape, runner.cache.data.dtype)
+    device.upload(blank, into=runner.cache.data)  # rows never written are compared, too
     runner.prefill(IDS, 0)
     before = device.download(runner.cache.data).view(np.uint16).copy()
     with pytest.raises(ContextFullError, match="13.*12"):

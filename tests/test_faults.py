@@ -185,7 +185,7 @@ for arch in range(100, 160):
 
 
 def test_processes_that_compile_at_once_or_are_killed_leave_whole_kernels_only(kernels, tmp_path):
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     command = [sys.executable, "-c", WRITER]
     writers = [
         subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(3)
@@ -466,7 +466,7 @@ def test_a_gpu_that_is_lost_in_mid_answer_is_one_line(model):
     arguments = ("generate", model, "hello", "--device", "cuda", "-c", "64", "--ignore-eos")
     done = subprocess.run(
         [sys.executable, "-c", LOST + MAIN, *arguments], cwd=ROOT, capture_output=True, text=True,
-        timeout=PATIENCE_S, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        timeout=PATIENCE_S, env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
     )  # fmt: skip
     assert done.returncode == 1
     lines = done.stderr.splitlines()
