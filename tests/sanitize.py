@@ -42,9 +42,9 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "tests" / "sanitizer-record.json"
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 OPTIONS = ("--print-limit", "20")
-SUMMARY = re.compile(
-    r"^=+ (?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)s?\b(?! were not printed)", re.MULTILINE
-)  # those not printed are among the first line's
+SUMMARY = re.compile(  # errors that were not printed are among the first line's
+    r"^=+ (?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)s?\b(?! were not)", re.MULTILINE
+)
 SLACK_S = 60  # for what runs at the deadline, and the tool's own end
 
 

@@ -48,6 +48,8 @@ from minfer_cuda.llm import LLM
 from minfer_cuda.runners import numpy_runner
 from minfer_cuda.saved_logits import SavedLogits, saving_logits
 
+SEARCHED = os.pathsep.join([str(ROOT), *sys.path])  # wherever the packages are installed
+
 resource = pytest.importorskip("resource")  # limits, which stand in for a full disk
 
 
@@ -185,7 +187,7 @@ for arch in range(100, 160):
 
 
 def test_processes_that_compile_at_once_or_are_killed_leave_whole_kernels_only(kernels, tmp_path):
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    env = os.environ | {"PYTHONPATH": SEARCHED}
     command = [sys.executable, "-c", WRITER]
     writers = [
         subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(3)
@@ -466,7 +468,7 @@ def test_a_gpu_that_is_lost_in_mid_answer_is_one_line(model):
     arguments = ("generate", model, "hello", "--device", "cuda", "-c", "64", "--ignore-eos")
     done = subprocess.run(
         [sys.executable, "-c", LOST + MAIN, *arguments], cwd=ROOT, capture_output=True, text=True,
-        timeout=PATIENCE_S, env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        timeout=PATIENCE_S, env=os.environ | {"PYTHONPATH": SEARCHED},
     )  # fmt: skip
     assert done.returncode == 1
     lines = done.stderr.splitlines()

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
         ("========= ERROR SUMMARY: 1204 errors were printed\n", 1204),
         ("========= RACECHECK SUMMARY: 3 hazards displayed (2 errors, 1 warning)\n", 3),
         ("========= ERROR SUMMARY: 1 error\n========= ERROR SUMMARY: 2 errors\n", 3),
-        ("========= ERROR SUMMARY: 64 errors\n========= ERROR SUMMARY: 44 errors were not printed.", 64),
+        ("= ERROR SUMMARY: 64 errors\n= ERROR SUMMARY: 44 errors were not printed. Use\n", 64),
         ("========= COMPUTE-SANITIZER\n", None),
         ("", None),
     ],
