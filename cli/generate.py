@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from minfer_cuda.config import MAX_LOGPROBS
 from minfer_cuda.errors import UsageError
 
 from . import options
@@ -22,8 +23,6 @@ from .thinking import begins_in_thought
 if TYPE_CHECKING:
     from minfer_cuda.grammar import Grammar
     from minfer_cuda.llm import LLM
-
-MAX_LOGPROBS = 32  # the device sampler's
 
 Prompt = Annotated[
     str | None,

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 ARCHITECTURES = ("qwen2",)
 HEAD_DIMS = (64, 128)  # what the attention kernels are compiled for
 MAX_SIZE = (1 << 31) - 1  # rows, columns and positions are int32 on the device
+MAX_LOGPROBS = 32  # most likely tokens that a draw can name: DrawResult of cuda/state.cuh
 
 # rope.scaling.* keys that are understood; `finetuned` only says how the model was trained
 _SCALING_KEYS = (

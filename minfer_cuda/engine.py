@@ -15,9 +15,9 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from minfer_cuda.config import MAX_SIZE, Qwen2Config
+from minfer_cuda.config import MAX_LOGPROBS, MAX_SIZE, Qwen2Config
 from minfer_cuda.errors import ContextFullError, UsageError
-from minfer_cuda.sampling import MAX_LOGPROBS, SamplingParams
+from minfer_cuda.sampling import SamplingParams
 
 SEED_BITS = 32  # of a seed that is drawn: short enough to be typed again
 

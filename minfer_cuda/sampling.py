@@ -44,10 +44,13 @@ import numpy as np
 from minfer_cuda.errors import ModelFileError, NumericsError, UsageError
 
 MAX_SEED = 2**64 - 1
-MAX_LOGPROBS = 32  # most likely tokens that a draw can name
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 GREEDY_BELOW = 1e-6  # a temperature under this is argmax
 MASS_ONE = float(1 << 40)  # the mass of the most likely candidate
+NO_DRAW = (
+    "no token can be drawn: after bias, penalties and mask a logit is NaN or +inf, or all are -inf: "
+    "the weights may be damaged (minfer info --check), or a bias or penalty is too large"
+)
 
 REALS = (
     "temperature", "top_p", "min_p", "repeat_penalty", "frequency_penalty", "presence_penalty",
@@ -291,10 +294,7 @@ def sample(
         adjusted[~allowed(mask, adjusted.size)] = -np.inf
     best = adjusted.max()
     if not np.isfinite(best):  # max propagates NaN
-        raise NumericsError(
-            f"the largest logit is {best}, after bias, penalties and mask: the weights may be "
-            f"damaged, or a penalty is too large"
-        )
+        raise NumericsError(NO_DRAW)
     if params.greedy:
         return int(adjusted.argmax())
     return draw(*candidates(adjusted, params), u)

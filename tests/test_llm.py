@@ -11,9 +11,9 @@ from ggufs import write_gguf
 
 import minfer_cuda
 from minfer_cuda import LLM, SamplingParams
+from minfer_cuda.config import MAX_LOGPROBS
 from minfer_cuda.errors import ContextFullError, DeviceError, TemplateError, UsageError
 from minfer_cuda.runners import numpy_runner
-from minfer_cuda.sampling import MAX_LOGPROBS
 
 
 @pytest.fixture(scope="module")

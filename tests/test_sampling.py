@@ -80,7 +80,7 @@ def test_temperature_zero_is_argmax_with_the_lowest_id_on_ties_whatever_u_is(tem
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logits_that_are_not_finite_are_reported(bad, temperature):
-    with pytest.raises(NumericsError, match=str(bad)):
+    with pytest.raises(NumericsError, match="NaN or .inf"):
         sample(row(1, bad, 2), params(temperature=temperature), [], (), 0.5)
 
 

@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 
+from minfer_cuda.config import MAX_LOGPROBS
 from minfer_cuda.errors import NumericsError, UsageError
 from minfer_cuda.kernels import Device
 from minfer_cuda.kernels.sampling import (
-    MAX_LOGPROBS,
     STATE,
     Draw,
     Sampler,
@@ -270,12 +270,18 @@ def test_logits_that_are_not_finite_are_flagged_until_the_next_begin(device, bad
 
 
 @pytest.mark.parametrize("corner", [{"temperature": 0.0}, {"top_k": 5}, {}], ids=str)
-def test_logits_that_are_all_minus_infinity_are_flagged(device, corner):
-    sampler = sampler_of(device, 37)
-    sampler.begin(SamplingParams(**{**OFF, **corner}), 5, [])
-    sampler.sample(device.upload(np.full(37, -np.inf, np.float32)))
-    with pytest.raises(NumericsError):
-        Draw.of(device.download(sampler.results)[0])
+def test_without_any_candidate_both_devices_say_the_same(device, corner):
+    never = dict.fromkeys(range(37), -math.inf)
+    for bias, logits in (({}, np.full(37, -np.inf, np.float32)), (never, logits_of(37, "normal"))):
+        params = SamplingParams(**{**OFF, **corner, "logit_bias": bias})
+        sampler = sampler_of(device, 37)
+        sampler.begin(params, 5, [])
+        sampler.sample(device.upload(logits))
+        with pytest.raises(NumericsError) as here:
+            Draw.of(device.download(sampler.results)[0])
+        with pytest.raises(NumericsError) as there:
+            sample(logits, params, [], (), 0.5)
+        assert str(here.value) == str(there.value)
 
 
 # ---- what a draw leaves behind

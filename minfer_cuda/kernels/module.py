@@ -203,11 +203,6 @@ class CudaDevice:
         self.queue.enter()
         return self.queue.driver.memory()[1]
 
-    def release_unused(self) -> None:
-        """Give freed arrays' memory back to the driver."""
-        self.synchronize()
-        self._cupy.get_default_memory_pool().free_all_blocks()
-
     @contextmanager
     def freeze(self) -> Iterator[None]:
         """Inside, any allocation raises KernelError: a step works in buffers made before it."""

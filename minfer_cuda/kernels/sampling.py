@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from minfer_cuda.config import MAX_LOGPROBS
 from minfer_cuda.errors import NumericsError, UsageError
 from minfer_cuda.kernels import Device, DeviceArray
 from minfer_cuda.kernels.checks import expect
-from minfer_cuda.sampling import SamplingParams, mask_words, window_counts
+from minfer_cuda.sampling import NO_DRAW, SamplingParams, mask_words, window_counts
 
 MAX_TOP_K = 256  # of the two-launch path; more candidates, or all, take four launches
-MAX_LOGPROBS = 32
 _CHUNK = 4096  # most logits of a block
 _MAX_BLOCKS = 256  # kMaxLists of cuda/sampling.cu
 _THREADS = 512
@@ -56,7 +56,7 @@ class Draw:
         """From the bytes of one slot of `Sampler.results`. Raises NumericsError."""
         result = np.asarray(record).view(RESULT)[0]
         if result["flags"]:
-            raise NumericsError("the logits are not finite: the model's output is not usable")
+            raise NumericsError(NO_DRAW)
         n = int(result["n_logprobs"])
         pairs = zip(result["ids"][:n].tolist(), result["logprobs"][:n].tolist(), strict=True)
         return cls(int(result["token"]), float(result["logprob"]) if n else None, tuple(pairs))
