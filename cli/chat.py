@@ -72,6 +72,10 @@ def chat(
     sampling.check()
     if session is not None and not session.parent.is_dir():
         raise UsageError(f"--session: there is no folder {session.parent}")
+    if session is not None and session.exists():
+        from minfer_cuda.conversation import read_messages
+
+        read_messages(session)  # what is no conversation is said before the model is loaded
     first = []
     if prompt_file is not None:
         first.append(Entry(without_last_newline(read_text(prompt_file)), literal=True))
@@ -89,6 +93,8 @@ def chat(
             if not typed:
                 notice("stdout is no terminal: one message a line, without a prompt")
         repl.run(chain(first, entries(typed)), single_turn, patient=typed)
+        if repl.refused and not repl.totals.answers and not typed:
+            raise typer.Exit(1)  # scripts see that nothing was answered
 
 
 def begin(

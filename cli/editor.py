@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -110,6 +111,9 @@ def typed_entries(commands: Mapping[str, Sequence[str] | str]) -> Iterator[Entry
     Ctrl-C clears what was typed; a second one in a row at an empty prompt raises
     KeyboardInterrupt. `commands`: see `CommandCompleter`.
     """
+    # Of a terminal that does not say where its cursor is, prompt_toolkit awaits the answer for a
+    # second after each line, deaf to Ctrl-C. Only menus and toolbars need it: there are none here.
+    os.environ["PROMPT_TOOLKIT_NO_CPR"] = "1"
     session: PromptSession[str] = PromptSession(
         [("class:prompt", PROMPT)],
         multiline=True,

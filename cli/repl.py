@@ -62,7 +62,8 @@ class Totals:
 
 
 class Repl:
-    """A chat in progress. `leaving`: a command has asked to end it."""
+    """A chat in progress. `leaving`: a command has asked to end it; `refused`: how many messages
+    the model could not be given."""
 
     def __init__(
         self,
@@ -80,6 +81,7 @@ class Repl:
         self.last = ""  # the last answer's counts and speeds
         self.n_seeds = 0  # answers since the seed was chosen
         self.leaving = False
+        self.refused = 0
         self._unsaved = False
 
     def run(
@@ -103,6 +105,7 @@ class Repl:
                 if single_turn:
                     raise
                 complain(e)
+                self.refused += 1
                 answered = False
             if self.leaving or (single_turn and answered):
                 break

@@ -83,7 +83,7 @@ class Terminal:
     def __init__(self, home, *arguments, **environment):
         pty = pytest.importorskip("pty")
         self.controller, user = pty.openpty()
-        environment = {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", "NO_COLOR": ""} | environment
+        environment = {"TERM": "xterm", "NO_COLOR": ""} | environment
         environment |= {"XDG_STATE_HOME": str(home)}
         self.process = process(*arguments, stdin=user, stdout=user, stderr=user, env=environment,
                                start_new_session=True, preexec_fn=_own_terminal)  # fmt: skip

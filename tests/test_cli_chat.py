@@ -114,6 +114,8 @@ def test_a_session_that_cannot_be_read_is_reported_and_left_alone(model, tmp_pat
     assert result.exit_code == 1
     assert "chat.json" in one_error_line(result)
     assert session.read_text() == "[{"
+    unread = chat("/no/such/model.gguf", ["hello"], "--session", session)
+    assert one_error_line(unread) == one_error_line(result)  # the model was not looked for
 
 
 def test_a_single_turn_answers_one_line(model):
@@ -283,6 +285,15 @@ def test_a_message_that_cannot_fit_is_said_in_a_chat_and_is_the_end_of_a_single_
     result = chat(model, ["world"], "--prompt-file", file, "--single-turn")
     assert (result.exit_code, turns(result), result.stdout) == (1, [], "")
     assert "n_ctx is 256" in one_error_line(result)
+
+
+def test_a_piped_chat_that_answers_nothing_because_its_messages_are_refused_ends_with_1(model):
+    long = "hello " * 300
+    result = chat(model, [long, "/help", long])
+    assert (result.exit_code, turns(result), result.stdout) == (1, [], "")
+    assert result.stderr.count("n_ctx is 256") == 2
+    assert chat(model, [long, "hello"]).exit_code == 0
+    assert chat(model, ["/help"]).exit_code == 0
 
 
 def test_one_is_counted_as_one(model, tmp_path):

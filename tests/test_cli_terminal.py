@@ -113,6 +113,16 @@ def test_ctrl_c_at_any_moment_leads_back_to_the_prompt(chat):
     assert "Traceback" not in terminal.seen
 
 
+def test_the_terminal_is_asked_nothing(chat):
+    """The editor would wait a second for an answer after each line, and take a Ctrl-C for a key of
+    the next."""
+    terminal = chat(PROMPT_TOOLKIT_NO_CPR="")
+    terminal.ask("/stats")
+    terminal.type("\x04")
+    assert terminal.exit_code() == 0
+    assert "\x1b[6n" not in terminal.seen  # "where is the cursor?"
+
+
 @pytest.mark.parametrize(
     ("environment", "coloured", "spins"),
     [({}, True, True), ({"NO_COLOR": "1"}, False, True), ({"TERM": "dumb"}, False, False)],
