@@ -72,7 +72,7 @@ def open_model(reference: str, settings: Settings, verbose: bool = False) -> Ite
 
     imported = time.perf_counter() - start
     file = local_path(reference)
-    progress = _show_progress if is_smart(sys.stderr) else None
+    progress = show_progress if is_smart(sys.stderr) else None
     try:
         llm = LLM(file, progress=progress, notify=notice, **vars(settings))
     except BaseException:
@@ -86,6 +86,8 @@ def open_model(reference: str, settings: Settings, verbose: bool = False) -> Ite
             say(f"{file}: loaded in {sum(seconds.values()):.2f} s ({parts})")
             say(f"{llm.engine.runner.describe()}")
         yield llm
+        if verbose and (captured := llm.engine.runner.capture_seconds):
+            say(f"graphs captured in {captured:.3f} s")
 
 
 def closing_line(completion: Completion, show_seed: bool) -> str:
@@ -105,5 +107,7 @@ def draws_at_random(params: SamplingParams) -> bool:
     return params.seed is None and not params.greedy
 
 
-def _show_progress(done: int, total: int) -> None:
-    redraw(f"loading {100 * done // total} %" if done < total else "")
+def show_progress(doing: str, done: int, total: int) -> None:
+    """Redraw the line of `LLM`'s progress; it goes once all is done."""
+    part = f"{100 * done // total} %" if doing == "loading" else f"{done} of {total}"
+    redraw(f"{doing} {part}" if done < total else "")

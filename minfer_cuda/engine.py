@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -42,6 +42,10 @@ class Runner(Protocol):
     n_ctx: int
     n_batch: int  # most rows of one `prefill` call
     kv_type: str  # f16 or f32
+
+    @property
+    def capture_seconds(self) -> float:
+        """What capturing graphs has taken until now."""
 
     def describe(self) -> str:
         """One line: device, types, bytes."""
@@ -112,6 +116,9 @@ def check_rows(n_tokens: int, n_out: int, n_batch: int) -> None:
             f"1 <= rows <= tokens <= n_batch {n_batch}"
         )
 
+
+Progress = Callable[[str, int, int], None]  # what is being done, how much of how much
+COMPILING, LOADING = "compiling kernels", "loading"  # what runners do of it; bytes are loaded
 
 FinishReason = Literal["stop", "grammar", "length", "interrupted"]
 

@@ -6,6 +6,7 @@ on the key alone. Eager and captured steps enqueue the same launches.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from typing import Any
@@ -14,7 +15,8 @@ from minfer_cuda.kernels.module import CudaDevice
 
 
 class StepGraphs:
-    """Graphs by plan key. `captures` and `replays` count what happened.
+    """Graphs by plan key. `captures` and `replays` count what happened, `capture_seconds` is what
+    the captures took.
 
     With `enabled` false, or MINFER_SYNC=1 (nothing may wait inside a capture), every step is eager.
     """
@@ -23,6 +25,7 @@ class StepGraphs:
         self.enabled = enabled and not device.queue.sync
         self.captures = 0
         self.replays = 0
+        self.capture_seconds = 0.0
         self._device = device
         self._graphs: dict[Hashable, Any] = {}  # None: has run eagerly once
 
@@ -37,8 +40,10 @@ class StepGraphs:
             self._graphs[key] = None
             return
         if self._graphs[key] is None:
+            start = time.perf_counter()
             self._graphs[key] = self._capture(step)
             self.captures += 1
+            self.capture_seconds += time.perf_counter() - start
         else:
             self.replays += 1
         with self._device.told("replaying a step"), self._device.current():

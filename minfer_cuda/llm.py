@@ -7,11 +7,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from numbers import Integral
+from types import NoneType
 from typing import Any
 
 from minfer_cuda.chat_template import ChatTemplate
 from minfer_cuda.config import Qwen2Config
-from minfer_cuda.engine import Engine, Stats, Token
+from minfer_cuda.engine import LOADING, Engine, Progress, Stats, Token
 from minfer_cuda.errors import DeviceError, OutOfMemoryError, UsageError
 from minfer_cuda.gguf import GGUFFile
 from minfer_cuda.grammar import Grammar, GrammarVocabulary, Matcher
@@ -109,6 +111,13 @@ class Laps:
         self._last = now
 
 
+def expect(kind: type | tuple[type, ...], what: str, **values: Any) -> None:
+    """Raise UsageError where a value of that name is not of `kind`, which is `what` in words."""
+    for name, value in values.items():
+        if not isinstance(value, kind):
+            raise UsageError(f"{name} is {value!r}: must be {what}")
+
+
 class LLM:
     """A model, loaded and ready. A context manager: `close` frees the device's memory. It answers
     one thread at a time; to another that asks meanwhile it gives a UsageError.
@@ -120,7 +129,9 @@ class LLM:
     n_batch         most prompt tokens forwarded at once
     rope_freq_base  instead of the file's
     chat_template   instead of the file's: the path of a Jinja file, or "chatml"
-    progress        called with (bytes done, bytes in all) while weights are loaded
+    progress        called with ("compiling kernels", kernels done, kernels in all) while kernels
+                    are compiled that no earlier start has left, then with ("loading", bytes done,
+                    bytes in all)
     notify          called with each sentence that the user should hear (device taken, defaults
                     assumed), as it comes up; all of them are in `notices`
 
@@ -138,19 +149,21 @@ class LLM:
         n_batch: int = 2048,
         rope_freq_base: float | None = None,
         chat_template: str | None = None,
-        progress: Callable[[int, int], None] | None = None,
+        progress: Progress | None = None,
         notify: Callable[[str], None] | None = None,
     ):
+        expect(Integral, "a whole number", n_ctx=n_ctx, n_batch=n_batch)
+        expect(str, "a text", device=device)
         if n_ctx < 0:
             raise UsageError(f"n_ctx is {n_ctx}: must be >= 1, or 0 for the model's own")
         self.notices: list[str] = []
         self._notify = notify
         laps = Laps()
 
-        def told(done: int, total: int) -> None:
-            laps.end("upload" if done else "device")  # and the kernels that are compiled ahead
+        def told(doing: str, done: int, total: int) -> None:
+            laps.end(("upload" if doing == LOADING else "kernels") if done else "device")
             if progress:
-                progress(done, total)
+                progress(doing, done, total)
 
         self.file = GGUFFile.open(path)
         try:
@@ -206,6 +219,8 @@ class LLM:
     def encode(self, prompt: str, *, system: str | None = None, raw: bool = False) -> list[int]:
         """The ids of a prompt: as a user's message in the chat template, after a `system` message
         if one is given; or, `raw`, as it stands, special tokens by their spelling."""
+        expect(str, "a text", prompt=prompt)
+        expect((str, NoneType), "a text or None", system=system)
         if not raw:
             messages = [{"role": "user", "content": prompt}]
             if system is not None:
@@ -292,7 +307,14 @@ class LLM:
         """
         if params is not None and sampling:
             raise UsageError(f"params and {', '.join(sampling)} are given: take one or the other")
-        stream = TextStream(self.tokenizer, (stop,) if isinstance(stop, str) else stop)
+        expect((Integral, NoneType), "a whole number or None", max_tokens=max_tokens)
+        expect(Integral, "a whole number", n_logprobs=n_logprobs)
+        expect((SamplingParams, NoneType), "a SamplingParams or None", params=params)
+        expect(Sequence, "a text or a list of texts", stop=stop)
+        stops = (stop,) if isinstance(stop, str) else stop
+        for text in stops:
+            expect(str, "a text or a list of texts", stop=text)
+        stream = TextStream(self.tokenizer, stops)
         with self._turn:
             tokens = self.engine.generate(
                 ids,

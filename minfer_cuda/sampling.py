@@ -48,8 +48,8 @@ MAX_FLOAT32 = float(np.finfo(np.float32).max)
 GREEDY_BELOW = 1e-6  # a temperature under this is argmax
 MASS_ONE = float(1 << 40)  # the mass of the most likely candidate
 NO_DRAW = (
-    "no token can be drawn: after bias, penalties and mask a logit is NaN or +inf, or all are -inf: "
-    "the weights may be damaged (minfer info --check), or a bias or penalty is too large"
+    "no token can be drawn: after bias, penalties and mask a logit is NaN or +inf, or all are "
+    "-inf: the weights may be damaged (minfer info --check), or a bias or penalty is too large"
 )
 
 REALS = (

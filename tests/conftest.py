@@ -18,6 +18,7 @@ from kernel_coverage import (  # noqa: F401 - hooks
     pytest_terminal_summary,
     pytest_testnodedown,
 )
+from kernel_fakes import compiles, cupy, nvrtc, sources  # noqa: F401 - fixtures
 
 from minfer_cuda.tokenizer import Tokenizer
 

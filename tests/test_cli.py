@@ -23,7 +23,9 @@ from command_line import (
 from cli import main, options
 from cli.app import one_line
 from cli.main import app
+from cli.model import show_progress
 from minfer_cuda import __version__
+from minfer_cuda.runners.numpy_runner import NumpyRunner
 from minfer_cuda.sampling import SamplingParams
 
 COMMANDS = ("generate", "chat", "info", "tokenize", "template", "bench", "perplexity")
@@ -377,6 +379,25 @@ def test_verbose_says_how_long_each_part_of_loading_took(model):
     seconds = {name: float(s) for name, s in (part.split() for part in parts[2].split(", "))}
     assert list(seconds) == ["import", "file", "tokenizer", "device", "upload", "buffers"]
     assert sum(seconds.values()) == pytest.approx(float(parts[1]), abs=0.005 * 7)  # rounded
+
+
+def test_progress_is_a_line_that_is_erased_at_the_end(capsys):
+    for doing, done, total in (
+        ("compiling kernels", 3, 9),
+        ("loading", 50, 200),
+        ("loading", 2, 2),
+    ):
+        show_progress(doing, done, total)
+    shown = capsys.readouterr().err.split("\r\x1b[K")
+    assert shown == ["", "compiling kernels 3 of 9", "loading 25 %", ""]
+
+
+def test_verbose_says_what_capturing_took(model, monkeypatch):
+    arguments = ("generate", model, "hi", "-n", "1", "--device", "cpu")
+    assert "captured" not in minfer(*arguments, "-v").stderr  # there are no graphs
+    monkeypatch.setattr(NumpyRunner, "capture_seconds", 0.25)
+    assert "graphs captured in 0.250 s" in minfer(*arguments, "-v").stderr.splitlines()
+    assert "captured" not in minfer(*arguments).stderr
 
 
 def test_bench_refuses_a_context_that_its_tests_do_not_fit(model):

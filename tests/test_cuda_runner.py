@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from devices import simt_device
 from ggufs import write_gguf
 
 from minfer_cuda.config import Qwen2Config
@@ -198,11 +199,22 @@ def test_products_of_prompts_are_compiled_before_weights_are_read(
     compiled: list[tuple[str, str]] = []
     asked: list[tuple[str, str]] = []
     kernel = device.kernel
-    monkeypatch.setattr(device, "compile", compiled.extend)
+    monkeypatch.setattr(device, "compile", lambda pairs, progress=None: compiled.extend(pairs))
     monkeypatch.setattr(device, "kernel", lambda *name: (asked.append(name), kernel(*name))[1])
     runner_of(device, mixed, n_batch=len(IDS)).prefill(IDS, 0)
     used = {name for stem, name in asked if stem == "matmul_f16"}
     assert len(used) >= 6 and {("matmul_f16", name) for name in used} <= set(compiled)
+
+
+def test_compiling_ahead_is_told_before_loading(
+    mixed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = simt_device(checks=False)
+    told: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(device, "compile", lambda pairs, progress: (progress(0, 2), progress(2, 2)))
+    runner_of(device, mixed, progress=lambda *words: told.append(words))
+    assert told[:2] == [("compiling kernels", 0, 2), ("compiling kernels", 2, 2)]
+    assert {doing for doing, _, _ in told[2:]} == {"loading"} and told[2][1] == 0
 
 
 def test_fused_decode_gives_the_bits_of_unfused(

@@ -318,7 +318,7 @@ def test_a_model_that_changes_while_it_answers_is_one_error_and_a_new_one_is_not
 
 
 def test_a_model_that_is_cut_while_it_loads_is_one_error(own_model):
-    def cut(done, total):
+    def cut(doing, done, total):
         os.truncate(own_model, 2000)
 
     with pytest.raises(ModelFileError, match="was changed while open"):

@@ -105,6 +105,26 @@ def test_sampling_options_are_checked_at_the_call(llm):
         llm.generate("hello " * 200)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [{"stop": None}, {"stop": 3}, {"stop": ["a", None]}, {"max_tokens": 2.5}, {"max_tokens": "8"},
+     {"n_logprobs": None}, {"n_logprobs": 1.5}, {"params": {"top_k": 3}}, {"system": 3},
+     {"prompt": None}, {"prompt": b"hello"}, {"temperature": "hot"}, {"top_k": 2.5}],
+    ids=str,
+)  # fmt: skip
+def test_a_value_of_another_type_is_a_usage_error_at_the_call(llm, wrong):
+    with pytest.raises(UsageError, match=next(iter(wrong))):
+        llm.generate(**{"prompt": "hello", **wrong})
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"n_ctx": "12"}, {"n_ctx": 12.0}, {"n_batch": None}, {"device": None}], ids=str
+)
+def test_a_size_of_another_type_is_a_usage_error(path, wrong):
+    with pytest.raises(UsageError, match=next(iter(wrong))):
+        LLM(path, **{"device": "cpu", **wrong})
+
+
 def test_options_of_the_model_that_do_not_exist_are_refused(path):
     with pytest.raises(TypeError, match="n_context"):
         LLM(path, n_context=10)

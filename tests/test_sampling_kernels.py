@@ -270,7 +270,8 @@ def test_logits_that_are_not_finite_are_flagged_until_the_next_begin(device, bad
 
 
 @pytest.mark.parametrize("corner", [{"temperature": 0.0}, {"top_k": 5}, {}], ids=str)
-def test_without_any_candidate_both_devices_say_the_same(device, corner):
+def test_logits_that_are_all_minus_infinity_are_flagged(device, corner):
+    """Whatever made them so, and in the words of the host sampler."""
     never = dict.fromkeys(range(37), -math.inf)
     for bias, logits in (({}, np.full(37, -np.inf, np.float32)), (never, logits_of(37, "normal"))):
         params = SamplingParams(**{**OFF, **corner, "logit_bias": bias})

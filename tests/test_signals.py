@@ -126,7 +126,7 @@ def test_a_signal_at_any_moment_ends_in_one_line_and_leaves_nothing_half_written
 
 
 COMPILE = """
-import test_module as t
+import kernel_fakes as t
 from cli.process import run
 from minfer_cuda.kernels import compiler, module
 module._import_cupy = t.FakeCupy

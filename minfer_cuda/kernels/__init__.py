@@ -8,7 +8,7 @@ read shapes and dtypes of its arrays and call its kernels.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -52,8 +52,13 @@ class Device(Protocol):
     def kernel(self, stem: str, name: str) -> Kernel:
         """The instance `name` of cuda/<stem>.cu, compiled or from the cache on first use."""
 
-    def compile(self, kernels: Sequence[tuple[str, str]]) -> None:
-        """Compile many (stem, name) pairs at once, on threads, with progress when it takes long."""
+    def compile(
+        self,
+        kernels: Sequence[tuple[str, str]],
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Make many (stem, name) pairs ready at once; `progress(done, of)` counts those that have
+        to be compiled, from 0 on."""
 
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> DeviceArray: ...
 

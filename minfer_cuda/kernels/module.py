@@ -94,7 +94,8 @@ class CudaDevice:
         kernels: Sequence[tuple[str, str]],
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Compile (stem, name) pairs on threads, then load them; progress(done, of) as they end.
+        """Load (stem, name) pairs; what the cache does not have is compiled, on threads, and told
+        as progress(done, of), from 0 on.
 
         An interrupt does not wait for what is being compiled. Files are written by this thread
         alone, so that none is half-written when the process ends then.
@@ -102,21 +103,23 @@ class CudaDevice:
         wanted = [pair for pair in dict.fromkeys(kernels) if pair not in self._kernels]
         if not wanted:
             return
-        cubins: dict[tuple[str, str], Cubin] = {}
         pool = ThreadPoolExecutor(max_workers=min(len(wanted), os.cpu_count() or 1))
         try:
-            jobs = {pool.submit(_cubin, *pair, self.arch): pair for pair in wanted}
-            for job in as_completed(jobs):
-                cubin, new = job.result()
-                if new is not None:
-                    new.keep(cubin)
-                cubins[jobs[job]] = cubin
-                if progress is not None:
-                    progress(len(cubins), len(wanted))
+            requests = [Request(stem, name, self.arch) for stem, name in wanted]
+            kept = zip(requests, pool.map(Request.cached, requests), strict=True)
+            cubins = {request: cubin for request, cubin in kept if cubin is not None}
+            jobs = {pool.submit(r.compiled): r for r in requests if r not in cubins}
+            if progress and jobs:
+                progress(0, len(jobs))
+            for done, job in enumerate(as_completed(jobs), 1):
+                cubins[jobs[job]] = job.result()
+                jobs[job].keep(job.result())
+                if progress:
+                    progress(done, len(jobs))
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-        for pair in wanted:
-            self._load(*pair, cubins[pair])
+        for pair, request in zip(wanted, requests, strict=True):
+            self._load(*pair, cubins[request])
 
     def _load(self, stem: str, name: str, cubin: Cubin) -> None:
         try:
@@ -241,13 +244,6 @@ class CudaDevice:
                 f"{self.name}: {doing}: {error}; the cause may be an earlier kernel: "
                 "MINFER_SYNC=1 names it"
             ) from error
-
-
-def _cubin(stem: str, name: str, arch: int) -> tuple[Cubin, Request | None]:
-    """An instance; also its request, where it is not in the disk cache."""
-    request = Request(stem, name, arch)
-    cubin = request.cached()
-    return (request.compiled(), request) if cubin is None else (cubin, None)
 
 
 def _arch(driver: Driver, ordinal: int) -> int:

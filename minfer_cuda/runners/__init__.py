@@ -6,13 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 from minfer_cuda.config import Qwen2Config
-from minfer_cuda.engine import Runner
+from minfer_cuda.engine import Progress, Runner
 from minfer_cuda.errors import DeviceError, UsageError
 from minfer_cuda.gguf import GGUFFile
 from minfer_cuda.kernels.module import CudaDevice
 from minfer_cuda.runners.numpy_runner import NumpyRunner
 
-Progress = Callable[[int, int], None]
 Notify = Callable[[str], None]
 
 

@@ -8,12 +8,13 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
 from minfer_cuda.config import Qwen2Config
-from minfer_cuda.engine import Token, check_rows, check_sizes
+from minfer_cuda.engine import COMPILING, LOADING, Progress, Token, check_rows, check_sizes
 from minfer_cuda.errors import ContextFullError, NumericsError, OutOfMemoryError, UsageError
 from minfer_cuda.gguf import GGUFFile, TensorInfo
 from minfer_cuda.kernels import Device, DeviceArray
@@ -43,11 +44,15 @@ RESERVE = 96 * MIB  # left free for the sampler, graphs and the loaded kernels
 class Steps(Protocol):
     """How a step is run: `graph.StepGraphs`, or eagerly."""
 
+    capture_seconds: float  # what captures took until now
+
     def run(self, key: Hashable, step: Callable[[], None]) -> None: ...
 
 
 class EagerSteps:
     """Steps launched as they come."""
+
+    capture_seconds = 0.0
 
     def run(self, key: Hashable, step: Callable[[], None]) -> None:
         step()
@@ -64,7 +69,7 @@ class CudaRunner:
         n_ctx: int,
         kv_type: str = "f16",
         n_batch: int = 2048,
-        progress: Callable[[int, int], None] | None = None,
+        progress: Progress | None = None,
         notify: Callable[[str], None] | None = None,
         steps: Steps | None = None,
     ):
@@ -79,9 +84,10 @@ class CudaRunner:
         self.kv_type = kv_type
         self._sizes = _sizes(file, config, device, self.n_batch, n_ctx)
         self._check_memory(file, device)
-        device.compile(self._slow_kernels(file))
+        device.compile(self._slow_kernels(file), progress and partial(progress, COMPILING))
+        loading = progress and partial(progress, LOADING)
         self._weights = load_weights(
-            file, config, self._upload, cuda=True, progress=progress, notice=notify
+            file, config, self._upload, cuda=True, progress=loading, notice=notify
         )
         device.synchronize()
         self._prepare(config, n_ctx, kv_type)
@@ -157,6 +163,10 @@ class CudaRunner:
             f"{self._device.name} (sm_{self._device.arch}): {parts}; "
             f"{self.n_ctx} positions in {self.kv_type}; prompts {prompts}"
         )
+
+    @property
+    def capture_seconds(self) -> float:
+        return self._steps.capture_seconds
 
     def prefill(self, ids: Sequence[int], start: int, n_out: int = 1) -> None:
         self.forward(ids, start, n_out)

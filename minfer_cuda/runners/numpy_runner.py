@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
 from minfer_cuda.config import Qwen2Config
-from minfer_cuda.engine import Token, check_rows, check_sizes
+from minfer_cuda.engine import LOADING, Progress, Token, check_rows, check_sizes
 from minfer_cuda.errors import ContextFullError, NumericsError, OutOfMemoryError, UsageError
 from minfer_cuda.gguf import GGUFFile, TensorInfo
 from minfer_cuda.host_memory import available_bytes
@@ -26,6 +27,8 @@ class NumpyRunner:
     """`Runner` on the CPU. Steps are computed when `read` or a later call needs them, so that a
     generation that ends does not compute the step it was ahead by."""
 
+    capture_seconds = 0.0
+
     def __init__(
         self,
         file: GGUFFile,
@@ -33,11 +36,11 @@ class NumpyRunner:
         n_ctx: int,
         kv_type: str = "f16",
         n_batch: int = 2048,
-        progress: Callable[[int, int], None] | None = None,
+        progress: Progress | None = None,
         notify: Callable[[str], None] | None = None,
     ):
-        """`progress(bytes done, bytes in all)` is called as the file's weights are read, `notify`
-        with what the user should hear about them."""
+        """`progress` is called as the file's weights are read, `notify` with what the user should
+        hear about them."""
         kv_values = kv_dtype(kv_type)
         check_sizes(n_ctx, n_batch)
         self.n_ctx = n_ctx
@@ -51,7 +54,8 @@ class NumpyRunner:
                 f"float32 weights would take {needed / 2**20:,.0f} MiB, and {room / 2**20:,.0f} "
                 f"MiB may be used: they are dequantised at each use, which is slow"
             )
-        weights = load_weights(file, config, self._weight, progress=progress, notice=notify)
+        loading = progress and partial(progress, LOADING)
+        weights = load_weights(file, config, self._weight, progress=loading, notice=notify)
         self._weight_bytes = sum(info.nbytes for info in file.tensors.values())
         self.model = Qwen2(config, weights)
         self.ops = _ops(config, self.n_ctx, kv_values)

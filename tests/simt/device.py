@@ -250,7 +250,11 @@ class SimtDevice:
             self._kernels[stem, name] = SimtKernel(self, stem, name, library)
         return self._kernels[stem, name]
 
-    def compile(self, kernels: Sequence[tuple[str, str]]) -> None:
+    def compile(
+        self,
+        kernels: Sequence[tuple[str, str]],
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda pair: self.kernel(*pair), dict.fromkeys(kernels)))
 
