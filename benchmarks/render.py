@@ -58,7 +58,9 @@ def speed(results: list[Result]) -> str:
         return NOTHING
     parts = []
     for test, title in (("decode", "Decode"), ("prefill", "Prefill")):
-        names = list(dict.fromkeys(row["name"] for r in found for row in rows_of(r, test)))
+        rows = [row for result in found for row in rows_of(result, test)]
+        rows.sort(key=lambda row: (row["depth"], row["n_tokens"]))
+        names = list(dict.fromkeys(row["name"] for row in rows))
         if names:
             lines = [_line(result, test, names) for result in found if rows_of(result, test)]
             ceiling = ["ceiling"] if test == "decode" else []
