@@ -31,12 +31,12 @@ def results(tmp_path):
     row = {"depth": 0, "spread": 1.0, "seconds": [1.0], "mbu": None, "tops": None}
     rows = [
         row | {"test": "prefill", "name": "pp512", "tokens_per_s": 15000.4, "tops": 195.6},
-        row | {"test": "decode", "name": "tg128 @ 4096", "tokens_per_s": 600.0, "mbu": 0.62},
         row | {"test": "decode", "name": "tg128", "tokens_per_s": 650.4, "mbu": 0.6501},
+        row | {"test": "decode", "name": "tg128 @ 4096", "tokens_per_s": 600.0, "mbu": 0.62},
     ]
     rows[0] |= {"n_tokens": 512}
-    rows[1] |= {"n_tokens": 128, "depth": 4096}
-    rows[2] |= {"n_tokens": 128}
+    rows[1] |= {"n_tokens": 128}
+    rows[2] |= {"n_tokens": 128, "depth": 4096}
     about = {"device": "A card", "driver": "1.2", "date": "2026-01-02T03:04:05", "commit": "abc"}
     about |= {"read_gb_s": 4300.0}
     model = about | {"file": "synthetic-7b-q4_k_m.gguf", "weight_bytes_per_token": 4.3e9}
@@ -97,6 +97,9 @@ def test_the_speed_table_has_rate_share_and_ceiling_small_models_first(results):
     assert lines[3] == "| 7b-q4_k_m (random weights) | 1,000 | 650 (65%) | 600 (62%) |"
     assert "| a<b | 15,000 (196 TOP/s) |" in lines
     assert lines[-1] == "A card, driver 1.2, 4,300 GB/s read, 2026-01-02, commit abc."
+    for result in results_of(results, "bench"):
+        result["results"].reverse()  # columns go by depth and length all the same
+    assert render.speed(results).splitlines() == lines
 
 
 def test_phases_and_kernels_are_set_beside_their_floors(results):
