@@ -81,6 +81,14 @@ def test_earlier_chats_are_found_again_and_commands_are_completed(chat, tmp_path
     assert oct((tmp_path / "minfer" / "chat-history").stat().st_mode & 0o777) == "0o600"
 
 
+def test_file_names_are_completed_where_a_command_takes_a_file(chat, tmp_path):
+    terminal = chat()
+    terminal.ask("hello")
+    told = terminal.ask(f"/save {tmp_path}/talk.json")
+    assert "2 messages saved" in told
+    assert "2 messages read" in terminal.ask(f"/load {tmp_path}/ta\t")
+
+
 def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(chat, tmp_path):
     session = tmp_path / "chat.json"
     terminal = chat(*ENDLESS, "--temp", "0", "--session", session, PYTHONUTF8="1")

@@ -5,8 +5,8 @@ import json
 
 import ggufs
 import pytest
-from command_line import GREEDY, minfer, names, one_error_line
-from hub import DATA, silent
+from command_line import GREEDY, Terminal, minfer, names, one_error_line, process
+from hub import DATA, ELSEWHERE, silent
 
 from cli.store import complete_model
 from minfer_cuda import download, hubs, store
@@ -114,6 +114,30 @@ def test_the_token_goes_to_the_hub_and_to_no_other_host(hub):
     assert hubs.pull("hf:a/b", silent).size == len(DATA)
     tokens = [authorization for path, _, authorization in hub.asked if "resolve" in path]
     assert tokens == ["Bearer secret", None]
+
+
+def test_the_proxy_of_the_environment_is_asked(hub):
+    """In a process of its own: libraries read the environment once."""
+    hub.publish("a/b", m=DATA)
+    hub.publish_ollama("library/qwen", "latest", OTHER)
+    proxied = {"http_proxy": hub.url, "no_proxy": "", "NO_PROXY": "", "HF_ENDPOINT": ELSEWHERE}
+    proxied["MINFER_OLLAMA_REGISTRY"] = ELSEWHERE
+    for reference in ("hf:a/b", "ollama:qwen"):
+        with process("pull", reference, env=proxied) as running:
+            _, err = running.communicate()
+        assert running.returncode == 0, err
+    assert sorted(model.size for model in store.models()) == [len(OTHER), len(DATA)]
+
+
+def test_a_terminal_sees_a_bar_and_a_log_one_line_a_file(hub, tmp_path):
+    hub.publish("a/b", m=DATA)
+    terminal = Terminal(tmp_path, "pull", "hf:a/b")
+    assert terminal.exit_code() == 0
+    assert f"[{'#' * 20}] " in terminal.seen and "fetching" not in terminal.seen
+    hub.publish("a/c", n=DATA)
+    logged = minfer("pull", "hf:a/c").stderr.splitlines()
+    assert [line for line in logged if "n.gguf" in line] == [logged[0]]
+    assert logged[0].startswith("fetching n.gguf, ") and "[#" not in "".join(logged)
 
 
 def test_a_full_disk_is_found_out_before_anything_is_fetched(hub, monkeypatch):
