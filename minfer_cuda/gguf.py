@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from minfer_cuda.errors import ModelFileError
-from minfer_cuda.gguf_header import HeaderReader, Value, header_bytes
+from minfer_cuda.gguf_header import HeaderGoesOn, HeaderReader, Value, header_bytes
 from minfer_cuda.printable import shown
 from minfer_cuda.quants import QuantType
 
@@ -149,15 +149,22 @@ class _Part:
             self.size, self._changed = opened.st_size, opened.st_mtime_ns
             if self.size == 0:
                 raise ModelFileError(f"{path} is empty: download it again")
-            header = bytearray(header_bytes(self.size))
-            self.read(0, memoryview(header))
-            reader = HeaderReader(header, self.size, path)
-            n_tensors, n_values = reader.header()
-            self.metadata = reader.metadata(n_values)
-            self.tensors = self._tensors(reader, n_tensors)
+            try:
+                self._parse(header_bytes(self.size, usual=True))
+            except HeaderGoesOn:
+                self._parse(header_bytes(self.size))
         except BaseException:
             self.close()
             raise
+
+    def _parse(self, n_bytes: int) -> None:
+        """Take the header from the file's first bytes."""
+        header = bytearray(n_bytes)
+        self.read(0, memoryview(header))
+        reader = HeaderReader(header, self.size, self.path)
+        n_tensors, n_values = reader.header()
+        self.metadata = reader.metadata(n_values)
+        self.tensors = self._tensors(reader, n_tensors)
 
     def _tensors(self, reader: HeaderReader, count: int) -> list[TensorInfo]:
         alignment = _alignment(self.metadata, self.path)

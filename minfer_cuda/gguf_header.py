@@ -22,6 +22,7 @@ Value = Any  # int, float, bool, str, or a list of these (of lists of these)
 
 MAX_DIMS = 4
 MAX_ARRAY_DEPTH = 2
+USUAL_HEADER_BYTES = 1 << 23  # read at first: 64 MiB would take a tenth of a second
 MAX_HEADER_BYTES = 1 << 26  # metadata and tensor table; a 152k vocabulary takes 6 MB
 MAX_ENTRIES = 1 << 16  # metadata values, tensors, arrays within an array; large models have 2,000
 MAX_NAME = 1024  # characters of a key or tensor name
@@ -44,9 +45,13 @@ _STRING, _ARRAY = 8, 9
 _MIN_VALUE_BYTES = {_STRING: 8, _ARRAY: 12}
 
 
-def header_bytes(size: int) -> int:
-    """How much of a file of so many bytes may be its header."""
-    return min(size, MAX_HEADER_BYTES)
+class HeaderGoesOn(ModelFileError):
+    """The header does not end within what has been read of the file."""
+
+
+def header_bytes(size: int, usual: bool = False) -> int:
+    """How much of a file of so many bytes may be its header, or is enough as a rule."""
+    return min(size, USUAL_HEADER_BYTES if usual else MAX_HEADER_BYTES, MAX_HEADER_BYTES)
 
 
 class HeaderReader:
@@ -69,7 +74,8 @@ class HeaderReader:
         if n_bytes <= self.end - self.pos:
             return
         if self.end < self.size:
-            raise self.fail(f"the header is longer than {MAX_HEADER_BYTES} bytes at {what}")
+            longer = f"the header is longer than {MAX_HEADER_BYTES} bytes at {what}"
+            raise HeaderGoesOn(f"{self.path}: {longer}")
         raise self.fail(
             f"the header is truncated: {what} needs {n_bytes} bytes at byte {self.pos}, "
             f"{self.end - self.pos} are left: download the file again"

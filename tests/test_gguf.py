@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from minfer_cuda.errors import MinferError, ModelFileError, UnsupportedModelError
-from minfer_cuda.gguf import GGUFFile
+from minfer_cuda.gguf import GGUFFile, _Part
 
 U64_MAX = (1 << 64) - 1
 F32, Q8_0 = 0, 8
@@ -171,6 +171,23 @@ def test_a_header_longer_than_the_limit_is_refused(
 ) -> None:
     monkeypatch.setattr("minfer_cuda.gguf_header.MAX_HEADER_BYTES", 100)
     refused(tmp_path, RawGGUF(values=[key_value("k", 8, text("x" * 200))]), "longer than 100")
+
+
+def test_no_more_of_a_file_is_read_than_its_header_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("minfer_cuda.gguf_header.USUAL_HEADER_BYTES", 120)
+    sizes: list[int] = []
+    read = _Part.read
+    monkeypatch.setattr(
+        _Part, "read", lambda self, at, into: (sizes.append(len(into)), read(self, at, into))
+    )
+    for length, sizes_read in ((10, [120]), (300, [120, 1024])):
+        raw = RawGGUF(values=[key_value("k", 8, text("x" * length))]).build()
+        with opened(tmp_path, raw.ljust(1024, b"\0")) as file:
+            assert file.metadata["k"] == "x" * length
+        assert sizes == sizes_read
+        sizes.clear()
 
 
 def test_nesting_is_bounded(tmp_path: Path) -> None:
