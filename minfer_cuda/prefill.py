@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from minfer_cuda.errors import UsageError
-from minfer_cuda.kernels.matmul_f16 import HALVES
-from minfer_cuda.quants import QuantType
+from minfer_cuda.quants import HALVES, QuantType
 
 VARIABLE = "MINFER_PREFILL"  # int8 or f16 forces one, for quantised types
 F16_FROM_ARCH = 80  # before, the kernels' stages exceed the shared memory

@@ -231,6 +231,8 @@ def _iq4_xs(blocks: np.ndarray, out: np.ndarray) -> None:
     grouped *= (_half(blocks, 0) * scales)[:, :, None]
 
 
+HALVES = ("F16", "BF16")  # float types whose prompts f16 tensor cores multiply
+
 QUANT_TYPES: dict[int, QuantType] = {
     row.type_id: row
     for row in (

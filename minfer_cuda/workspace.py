@@ -13,9 +13,8 @@ from minfer_cuda.kernels.attention import scratch as attention_scratch
 from minfer_cuda.kernels.layouts import Activations, padded
 from minfer_cuda.kernels.matmul import ARRIVALS, PARTIALS
 from minfer_cuda.kernels.matmul_f16 import ARRIVALS as F16_ARRIVALS
-from minfer_cuda.kernels.matmul_f16 import HALVES
 from minfer_cuda.kernels.matmul_f16 import PARTIALS as F16_PARTIALS
-from minfer_cuda.quants import QuantType
+from minfer_cuda.quants import HALVES, QuantType
 
 FFN_BYTES = 128 << 20  # most of gate and up side by side in float32, where they are made apart
 

@@ -12,7 +12,6 @@ from minfer_cuda.kernels.elementwise import swiglu
 from minfer_cuda.kernels.layouts import Activations, Matrix, padded
 from minfer_cuda.kernels.matmul_f16 import (
     ARRIVALS,
-    HALVES,
     NARROW,
     PARTIALS,
     TILES,
@@ -26,7 +25,7 @@ from minfer_cuda.kernels.matmul_f16 import (
     with_peak,
 )
 from minfer_cuda.kernels.norm import rms_norm
-from minfer_cuda.quants import QuantType, by_name
+from minfer_cuda.quants import HALVES, QuantType, by_name
 
 EPS = 2.0**-23
 HALF = 2.0**-11  # half a unit in the last place of an f16, relative

@@ -15,11 +15,10 @@ from minfer_cuda.kernels import Device, DeviceArray
 from minfer_cuda.kernels.checks import expect, expect_halves, expect_room, pointer
 from minfer_cuda.kernels.layouts import Activations, Matrix, ceil_div, padded, record_cols
 from minfer_cuda.kernels.matmul import check_output
-from minfer_cuda.quants import QuantType, by_name
+from minfer_cuda.quants import HALVES, QuantType, by_name
 
 PARTIALS = 9 << 20  # most float32 elements of shared tiles' sums (36 MiB)
 ARRIVALS = 4096  # most shared tiles
-HALVES = ("F16", "BF16")  # the float types that are served
 _HALVED = ("Q2_K", "Q3_K", "Q6_K")  # a scale every 16 values: two pairs a block in the table
 _NEVER = 1 << 30  # a row tile past all
 _RESERVED = 1 << 10  # bytes of shared memory that the driver keeps of each block

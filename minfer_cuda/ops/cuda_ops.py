@@ -15,13 +15,14 @@ from minfer_cuda.kernels.elementwise import add, swiglu
 from minfer_cuda.kernels.embed import embed
 from minfer_cuda.kernels.layouts import Activations, Matrix, Unnormed
 from minfer_cuda.kernels.matmul import matmul
-from minfer_cuda.kernels.matmul_f16 import HALVES, gate_up_f16, matmul_f16, stack
+from minfer_cuda.kernels.matmul_f16 import gate_up_f16, matmul_f16, stack
 from minfer_cuda.kernels.matmul_float import matmul_float
 from minfer_cuda.kernels.matvec import matvec, matvec_gate_up, matvec_qkv
 from minfer_cuda.kernels.norm import rms_norm
 from minfer_cuda.kernels.rope import rope_store
 from minfer_cuda.kv_cache import KVCache
 from minfer_cuda.ops import LayerWeights
+from minfer_cuda.quants import HALVES
 from minfer_cuda.workspace import Workspace
 
 Rows = DeviceArray | Activations
