@@ -17,8 +17,8 @@ from minfer_cuda.kernels.attention import plan as attention_plan
 from minfer_cuda.kernels.layouts import Activations, matrix_bytes
 from minfer_cuda.kernels.matmul import ARRIVALS, PARTIALS, matmul
 from minfer_cuda.kernels.matmul_f16 import ARRIVALS as F16_ARRIVALS
-from minfer_cuda.kernels.matmul_f16 import gate_up_f16, halve, matmul_f16, with_peak
 from minfer_cuda.kernels.matmul_f16 import PARTIALS as F16_PARTIALS
+from minfer_cuda.kernels.matmul_f16 import gate_up_f16, halve, matmul_f16, with_peak
 from minfer_cuda.kernels.matmul_float import matmul_float
 from minfer_cuda.kernels.matvec import matvec, matvec_gate_up, matvec_qkv
 from minfer_cuda.kernels.norm import rms_norm
