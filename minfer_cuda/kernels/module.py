@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,8 @@ from minfer_cuda.kernels.driver import Driver, DriverFailure
 from minfer_cuda.kernels.launch import CudaKernel, LaunchQueue, Limits, argument_words
 
 MIN_ARCH = 75
+# Python sees a signal that comes just as it begins to wait for a lock only after the wait.
+SIGNAL_S = 0.1
 
 
 class CudaDevice:
@@ -111,11 +113,15 @@ class CudaDevice:
             jobs = {pool.submit(r.compiled): r for r in requests if r not in cubins}
             if progress and jobs:
                 progress(0, len(jobs))
-            for done, job in enumerate(as_completed(jobs), 1):
-                cubins[jobs[job]] = job.result()
-                jobs[job].keep(job.result())
-                if progress:
-                    progress(done, len(jobs))
+            running, done = set(jobs), 0
+            while running:
+                ended, running = wait(running, SIGNAL_S, FIRST_COMPLETED)
+                for job in ended:
+                    cubins[jobs[job]] = job.result()
+                    jobs[job].keep(job.result())
+                    done += 1
+                    if progress:
+                        progress(done, len(jobs))
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
         for pair, request in zip(wanted, requests, strict=True):
