@@ -44,12 +44,8 @@ JsonSchema = Annotated[
 ]
 GrammarFile = Annotated[
     Path | None,
-    typer.Option(
-        "--grammar",
-        metavar="FILE",
-        exists=True,
-        dir_okay=False,
-        help="Answer in the language of this grammar, in Lark's notation or in GBNF.",
+    options.existing_file(
+        "--grammar", help="Answer in the language of this grammar, in Lark's notation or in GBNF."
     ),
 ]
 Regex = Annotated[

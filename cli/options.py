@@ -54,6 +54,11 @@ def not_empty(values: list[str] | None) -> list[str] | None:
     return values
 
 
+def existing_file(*flags: str, help: str) -> Any:
+    """An option that takes the path of a file which is there."""
+    return typer.Option(*flags, metavar="FILE", exists=True, dir_okay=False, help=help)
+
+
 def _number(name: str, text: str, default: str, metavar: str = "X", **limits: Any) -> Any:
     return typer.Option(
         name, metavar=metavar, help=text, show_default=default, callback=finite, **limits
@@ -137,11 +142,8 @@ IgnoreEos = Annotated[
 ]
 PromptFile = Annotated[
     Path | None,
-    typer.Option(
+    existing_file(
         "--prompt-file",
-        metavar="FILE",
-        exists=True,
-        dir_okay=False,
         help="Read the prompt (of a chat: the first message) from this UTF-8 file.",
     ),
 ]

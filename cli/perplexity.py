@@ -32,9 +32,7 @@ def perplexity(
     model: options.Model,
     text: Annotated[
         Path | None,
-        typer.Option(
-            "-f", "--file", metavar="FILE", exists=True, dir_okay=False, help="UTF-8 text to score."
-        ),
+        options.existing_file("-f", "--file", help="UTF-8 text to score."),
     ] = None,
     n_ctx: Annotated[
         int | None,
@@ -54,13 +52,7 @@ def perplexity(
     ] = None,
     base: Annotated[
         Path | None,
-        typer.Option(
-            "--kl-divergence",
-            metavar="FILE",
-            exists=True,
-            dir_okay=False,
-            help="Compare with this base, over its text.",
-        ),
+        options.existing_file("--kl-divergence", help="Compare with this base, over its text."),
     ] = None,
     token_by_token: Annotated[
         bool, typer.Option("--token-by-token", help="Score as when generating: one at a time.")

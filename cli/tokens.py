@@ -61,12 +61,8 @@ def template(
     system: options.System = None,
     session: Annotated[
         Path | None,
-        typer.Option(
-            "--session",
-            metavar="FILE",
-            exists=True,
-            dir_okay=False,
-            help="Show the conversation of this file in place of PROMPT.",
+        options.existing_file(
+            "--session", help="Show the conversation of this file in place of PROMPT."
         ),
     ] = None,
     chat_template: options.ChatTemplate = None,

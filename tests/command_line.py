@@ -110,6 +110,11 @@ class Terminal:
         self.type(f"{text}\r")
         return self.wait_for(PROMPT)
 
+    def leave(self):
+        """Type Ctrl-D; the exit code."""
+        self.type("\x04")
+        return self.exit_code()
+
     def exit_code(self):
         """Of the process, whose last output is read."""
         deadline = time.monotonic() + PATIENCE_S

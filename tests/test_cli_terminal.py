@@ -60,8 +60,7 @@ def test_ctrl_d_leaves_with_0_and_several_lines_are_one_message(chat, tmp_path):
     terminal.ask("\x1b[200~hello\nworld\x1b[201~")  # pasted
     terminal.ask("a\x1b\rb")  # Alt-Enter
     terminal.ask('"""the\r\rend"""')  # Enter within a block
-    terminal.type("\x04")
-    assert terminal.exit_code() == 0
+    assert terminal.leave() == 0
     assert said(session) == ["hello\nworld", "a\nb", "the\n\nend"]
 
 
@@ -69,8 +68,7 @@ def test_earlier_chats_are_found_again_and_commands_are_completed(chat, tmp_path
     first = chat()
     first.ask("hello world")
     first.ask("the end")
-    first.type("\x04")
-    assert first.exit_code() == 0
+    assert first.leave() == 0
     session = tmp_path / "chat.json"
     second = chat(*GREEDY, "--session", session)
     second.ask("\x1b[A")  # up
@@ -116,8 +114,7 @@ def test_ctrl_c_at_any_moment_leads_back_to_the_prompt(chat):
         terminal.type("\x03")
         terminal.wait_for("interrupted")
         terminal.wait_for(PROMPT)
-    terminal.type("\x04")
-    assert terminal.exit_code() == 0
+    assert terminal.leave() == 0
     assert "Traceback" not in terminal.seen
 
 
@@ -126,8 +123,7 @@ def test_the_terminal_is_asked_nothing(chat):
     the next."""
     terminal = chat(PROMPT_TOOLKIT_NO_CPR="")
     terminal.ask("/stats")
-    terminal.type("\x04")
-    assert terminal.exit_code() == 0
+    assert terminal.leave() == 0
     assert "\x1b[6n" not in terminal.seen  # "where is the cursor?"
 
 
@@ -160,8 +156,7 @@ def test_a_terminal_may_change_its_size(chat):
     terminal.type(" world\r")
     terminal.wait_for("generated")
     terminal.wait_for(PROMPT)
-    terminal.type("\x04")
-    assert terminal.exit_code() == 0
+    assert terminal.leave() == 0
 
 
 def test_notices_are_broken_between_words_where_the_terminal_is_narrow(chat):
@@ -180,8 +175,7 @@ def test_notices_are_broken_between_words_where_the_terminal_is_narrow(chat):
         assert any(
             words in " ".join(told.split()) for words in (row.split("  ")[1], "length limit,")
         )
-    terminal.type("\x04")
-    assert terminal.exit_code() == 0
+    assert terminal.leave() == 0
 
 
 def test_generate_has_no_spinner_in_what_is_piped(model):
