@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from minfer_cuda import template_process
 from minfer_cuda.errors import TemplateError, UsageError
+from minfer_cuda.gguf_header import ARRAYS
 from minfer_cuda.template_process import Refusal
 from minfer_cuda.tokenizer import any_of, special_text, well_formed
 
@@ -295,7 +296,7 @@ def _find(metadata: Mapping[str, Any]) -> tuple[str | None, str]:
     among the named ones `default`, then the first."""
     key = "tokenizer.chat_template"
     names = metadata.get("tokenizer.chat_templates")
-    names = [n for n in names if isinstance(n, str)] if isinstance(names, list) else []
+    names = [n for n in names if isinstance(n, str)] if isinstance(names, ARRAYS) else []
     for candidate in (key, f"{key}.default", *(f"{key}.{name}" for name in names)):
         source = metadata.get(candidate)
         if source is not None:

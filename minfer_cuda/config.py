@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from minfer_cuda.errors import ModelFileError, UnsupportedModelError, UsageError
+from minfer_cuda.gguf_header import ARRAYS
 from minfer_cuda.printable import printable, shown
 
 if TYPE_CHECKING:
@@ -179,7 +180,7 @@ def _head_dim(keys: _Keys, d_model: int, n_heads: int) -> int:
 
 def _vocabulary_size(keys: _Keys) -> int:
     tokens = keys.file.metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list) or not tokens:
+    if not isinstance(tokens, ARRAYS) or not tokens:
         raise keys.wrong("tokenizer.ggml.tokens is missing or empty: the file has no vocabulary")
     return len(tokens)
 

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import math
 import struct
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
 from minfer_cuda.errors import ModelFileError
 from minfer_cuda.quants import QuantType, quant_type
 
-Value = Any  # int, float, bool, str, or a list of these (of lists of these)
+Value = Any  # int, float, bool, str, Strings, or a list of these (of lists of these)
 
 MAX_DIMS = 4
 MAX_ARRAY_DEPTH = 2
@@ -43,6 +46,45 @@ _SCALARS = {
 }
 _STRING, _ARRAY = 8, 9
 _MIN_VALUE_BYTES = {_STRING: 8, _ARRAY: 12}
+
+
+class Strings(Sequence[str]):
+    """An array of strings, each decoded when it is asked for: a vocabulary with its merges has
+    300,000 of them, and `minfer info` shows six of each. Equal to the list of the same strings."""
+
+    def __init__(self, raw: bytes, starts: array[int]):
+        """`raw`: sound UTF-8, before each string 8 other bytes. `starts`: where each string begins
+        in it, and where one after the last would."""
+        self._raw = raw
+        self._starts = starts
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        i = range(len(self))[index]
+        return self._raw[self._starts[i] : self._starts[i + 1] - 8].decode()
+
+    def __iter__(self) -> Iterator[str]:
+        raw, starts = self._raw, self._starts
+        return iter([raw[a : b - 8].decode() for a, b in zip(starts, starts[1:], strict=False)])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ARRAYS) and list(self) == list(other)
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+
+ARRAYS = (list, Strings)  # the types of an array
 
 
 class HeaderGoesOn(ModelFileError):
@@ -99,6 +141,10 @@ class HeaderReader:
         self.need(n, what)
         raw = self.buffer[self.pos : self.pos + n]
         self.pos += n
+        return self.decoded(raw, what)
+
+    def decoded(self, raw: bytes | bytearray, what: str) -> str:
+        """The text of a string's bytes."""
         try:
             return raw.decode()
         except UnicodeDecodeError as error:
@@ -148,7 +194,7 @@ class HeaderReader:
             return self.scalar(_SCALARS[kind], f"metadata {key!r}")
         raise self.fail(f"metadata {key!r} has value type {kind}, which GGUF does not define")
 
-    def array(self, key: str, depth: int) -> list[Value]:
+    def array(self, key: str, depth: int) -> Sequence[Value]:
         if depth > MAX_ARRAY_DEPTH:
             raise self.fail(f"metadata {key!r} nests arrays deeper than {MAX_ARRAY_DEPTH}")
         kind = self.scalar("I", f"the element type of {key!r}")
@@ -167,30 +213,41 @@ class HeaderReader:
         self.pos += count * size
         return values
 
-    def strings(self, key: str, count: int) -> list[str]:
-        """As `string`, count times, in one tight loop: vocabularies have 300,000 of them."""
-        buffer, pos, end = self.buffer, self.pos, self.end
+    def strings(self, key: str, count: int) -> Strings:
+        """As `string`, count times: all are found and known to be UTF-8, none is decoded yet."""
+        view = memoryview(self.buffer)[self.pos :]
         length = struct.Struct("<Q").unpack_from
-        out: list[str] = []
-        add = out.append
+        starts = array("Q")
+        add = starts.append
+        long: list[int] = []
+        pos, last = 0, len(view) - 8
+        for _ in range(count):
+            if pos > last:
+                break
+            (n,) = length(view, pos)
+            start = pos + 8
+            add(start)
+            pos = start + n
+            if n > 127:
+                long.append(start)
+        if pos > len(view):  # by the last of them
+            start = starts.pop()
+            self.pos += start
+            self.need(pos - start, f"string {len(starts)} of {key!r}")
+        if len(starts) < count:
+            self.pos += pos
+            self.need(8, f"string {len(starts)} of {key!r}")
+        self.pos += pos
+        add(pos + 8)
+        raw = bytearray(view[:pos])
+        for start in long:  # the bytes of other lengths are ASCII: no part of a longer character
+            raw[start - 8 : start] = bytes(8)
         try:
-            for _ in range(count):
-                if end - pos < 8:
-                    break
-                (n,) = length(buffer, pos)
-                pos += 8
-                if n > end - pos:
-                    break
-                add(buffer[pos : pos + n].decode())
-                pos += n
+            raw.decode()  # a tenth of the time that all take one by one
         except UnicodeDecodeError as error:
-            raise self.fail(
-                f"string {len(out)} of {key!r} is not UTF-8: {error.reason} at byte {error.start}"
-            ) from None
-        self.pos = pos
-        if len(out) < count:
-            self.need(self.end - pos + 1, f"string {len(out)} of {key!r}")
-        return out
+            i = bisect_right(starts, error.start) - 1
+            self.decoded(raw[starts[i] : starts[i + 1] - 8], f"string {i} of {key!r}")  # raises
+        return Strings(bytes(raw), starts)
 
     def tensor_table(self, count: int) -> list[tuple[str, QuantType, tuple[int, ...], int, int]]:
         """(name, type, shape, offset in the data section, bytes) of each tensor."""

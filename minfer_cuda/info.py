@@ -9,6 +9,7 @@ import numpy as np
 
 from minfer_cuda.config import Qwen2Config
 from minfer_cuda.gguf import GGUFFile, TensorInfo
+from minfer_cuda.gguf_header import ARRAYS
 from minfer_cuda.prefill import CARDS, VARIABLE, services
 from minfer_cuda.printable import printable
 from minfer_cuda.quants import QuantType
@@ -56,7 +57,7 @@ def _shown(value: Any) -> str:
     if isinstance(value, str):
         more = f"... ({len(value)} characters)" if len(value) > SHOWN_TEXT else ""
         return printable(value[:SHOWN_TEXT]) + more
-    if isinstance(value, list):
+    if isinstance(value, ARRAYS):
         first = ", ".join(_shown(v) for v in value[:SHOWN_VALUES])
         more = f", ... ({len(value)} values)" if len(value) > SHOWN_VALUES else ""
         return f"[{first}{more}]"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 SHOWN = 40  # characters of a value in a message
 
 
@@ -15,7 +17,7 @@ def printable(text: str) -> str:
 
 def shown(value: object) -> str:
     """A metadata value for a message: as Python writes it, cut where it is long."""
-    if isinstance(value, (str, list)):
+    if isinstance(value, Sequence):
         value = value[: SHOWN + 1]  # writing all of it out would take long for nothing
     text = repr(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."

@@ -15,6 +15,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from minfer_cuda.errors import TokenizerError
+from minfer_cuda.gguf_header import ARRAYS, Strings
 from minfer_cuda.printable import shown
 
 # Qwen2's own pre-tokenizer rule: digits one by one, newlines end a run, case-blind contractions.
@@ -77,7 +78,7 @@ class Tokenizer:
         BPE with the qwen2 split, or is incomplete."""
         self._metadata = metadata
         notices: list[str] = []
-        self._tokens: list[str] = vocabulary(metadata)
+        self._tokens = list(vocabulary(metadata))
         self._types = self._read_types(notices)
         self._check_split(notices)
         self.n_vocab = len(self._tokens)
@@ -204,16 +205,11 @@ class Tokenizer:
                 f"{len(missing)} of the 256 byte tokens are missing from the vocabulary "
                 f"(the first is byte 0x{missing[0]:02x}): not every text could be encoded"
             )
-        merges = self._metadata.get("tokenizer.ggml.merges")
-        if not isinstance(merges, list) or not merges:
-            raise TokenizerError(
-                "tokenizer.ggml.merges is missing or empty: convert the model again"
-            )
-        if set(map(type, merges)) != {str}:
-            raise TokenizerError("tokenizer.ggml.merges holds what is not a text")
+        merges = list(_texts(self._metadata, "merges"))
         self._check_ordinary(set(merges))
+        pairs: list[Any] = [tuple(merge.split(" ")) for merge in merges]
         try:
-            bpe = models.BPE(self._ids, [tuple(merge.split(" ")) for merge in merges])
+            bpe = models.BPE(self._ids, pairs)
         except Exception as error:  # the library raises bare Exception for a bad merge
             raise TokenizerError(f"the merges do not fit the vocabulary: {error}") from error
         split = pre_tokenizers.Split(tokenizers.Regex(QWEN2_SPLIT), "isolated")
@@ -251,7 +247,7 @@ class Tokenizer:
         return next((i for i in named if i is not None), self._ids.get(f"<|fim_{role}|>"))
 
 
-def vocabulary(metadata: Mapping[str, Any]) -> list[str]:
+def vocabulary(metadata: Mapping[str, Any]) -> Sequence[str]:
     """The token spellings of a byte-level BPE vocabulary; TokenizerError for any other."""
     model = metadata.get("tokenizer.ggml.model")
     if model != "gpt2":
@@ -259,12 +255,18 @@ def vocabulary(metadata: Mapping[str, Any]) -> list[str]:
             f"tokenizer.ggml.model is {shown(model)}: only gpt2 (byte-level BPE) vocabularies are "
             "read"
         )
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list) or not tokens:
-        raise TokenizerError("tokenizer.ggml.tokens is missing or empty: convert the model again")
-    if set(map(type, tokens)) != {str}:
-        raise TokenizerError("tokenizer.ggml.tokens holds what is not a text")
-    return tokens
+    return _texts(metadata, "tokens")
+
+
+def _texts(metadata: Mapping[str, Any], name: str) -> Sequence[str]:
+    """An array of strings, one or more. Raises TokenizerError."""
+    key = f"tokenizer.ggml.{name}"
+    texts = metadata.get(key)
+    if not isinstance(texts, ARRAYS) or not texts:
+        raise TokenizerError(f"{key} is missing or empty: convert the model again")
+    if not isinstance(texts, Strings) and set(map(type, texts)) != {str}:
+        raise TokenizerError(f"{key} holds what is not a text")
+    return texts
 
 
 def special_text(metadata: Mapping[str, Any], key: str) -> str | None:

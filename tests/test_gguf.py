@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 from gguf import GGUFValueType as V
 from ggufs import RawGGUF, array, key_value, tensor_entry, text, write_gguf
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from minfer_cuda.config import Qwen2Config
 from minfer_cuda.errors import MinferError, ModelFileError, UnsupportedModelError
 from minfer_cuda.gguf import GGUFFile, _Part
+from minfer_cuda.gguf_header import Strings
+from minfer_cuda.info import SHOWN_VALUES, describe
 
 U64_MAX = (1 << 64) - 1
 F32, Q8_0 = 0, 8
@@ -207,6 +210,53 @@ def test_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
     refused(tmp_path, RawGGUF(values=[key_value("k", 8, text(b"\xff"))]), "'k' is not UTF-8")
     values = [key_value("k", 9, array(8, 2, text("a") + text(b"\xe6\xad")))]
     refused(tmp_path, RawGGUF(values=values), "string 1 of 'k' is not UTF-8")
+
+
+PIECES = [b"", b"a\0", "żó".encode(), "\u6b63\U0001f600".encode(), b"\xe6", b"\xad\xa3", b"\xff"]
+BYTES = st.sampled_from(PIECES) | st.binary(max_size=4) | st.text(max_size=300).map(str.encode)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(raw=st.lists(BYTES, max_size=8))
+@example(raw=[b"\xc3", b"x" * 128])  # the length would end the character
+@example(raw=[b"x" * 0xC3 + b"\xc3", b"\xa9"])
+@example(raw=["é".encode() * 64, b"a" * 127, b"b" * 128, b"c" * 300, b""])
+def test_an_array_of_strings_is_what_decoding_one_by_one_gives(
+    tmp_path: Path, raw: list[bytes]
+) -> None:
+    file = RawGGUF(values=[key_value("k", 9, array(8, len(raw), b"".join(map(text, raw))))])
+    want = []
+    for i, one in enumerate(raw):
+        try:
+            want.append(one.decode())
+        except UnicodeDecodeError as e:
+            match = f"string {i} of 'k' is not UTF-8: {e.reason} at byte {e.start}$"
+            refused(tmp_path, file, match)
+            return
+    with opened(tmp_path, file) as found:
+        got = found.metadata["k"]
+    assert (len(got), list(got), got[:], repr(got)) == (len(want), want, want, repr(want))
+    assert got == want and want == got and got != [*want, "x"]
+    assert [got[i] for i in range(-len(want), len(want))] == want * 2
+    assert (got[1:6:2], got[-2:]) == (want[1:6:2], want[-2:])
+    for outside in (len(want), -len(want) - 1):
+        with pytest.raises(IndexError):
+            got[outside]
+
+
+def test_no_string_of_an_array_is_decoded_before_it_is_asked_for(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+    one = Strings.__getitem__
+    monkeypatch.setattr(Strings, "__iter__", lambda self: pytest.fail("all are decoded"))
+    monkeypatch.setattr(Strings, "__getitem__", lambda self, i: (asked.append(i), one(self, i))[1])
+    with GGUFFile.open(tiny) as file:
+        tokens = file.metadata["tokenizer.ggml.tokens"]
+        config = Qwen2Config.from_gguf(file)
+        assert config.n_vocab == len(tokens) > 200 and asked == []
+        describe(file, config)
+    assert {i for i in asked if isinstance(i, int)} == set(range(SHOWN_VALUES))
 
 
 @pytest.mark.parametrize("name", ["", "a\x1b[31m", "x" * 2000])
