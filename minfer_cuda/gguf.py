@@ -17,13 +17,15 @@ import threading
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from minfer_cuda.errors import ModelFileError
 from minfer_cuda.gguf_header import HeaderGoesOn, HeaderReader, Value, header_bytes
 from minfer_cuda.printable import shown
 from minfer_cuda.quants import QuantType
+
+if TYPE_CHECKING:
+    import numpy as np
 
 DEFAULT_ALIGNMENT = 32
 MAX_ALIGNMENT = 1 << 20
@@ -113,6 +115,8 @@ class GGUFFile:
         Raises ModelFileError where the file has no such tensor, was closed, or was cut or written
         to since it was opened. From any thread.
         """
+        import numpy as np  # late: who reads no tensor does not wait for it
+
         info = self._info(name)
         offset = info.offset + start * info.row_bytes
         out = np.empty((stop - start, info.row_bytes), np.uint8)

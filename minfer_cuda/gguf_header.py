@@ -16,8 +16,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, overload
 
-import numpy as np
-
 from minfer_cuda.errors import ModelFileError
 from minfer_cuda.quants import QuantType, quant_type
 
@@ -209,8 +207,9 @@ class HeaderReader:
         if code is None:
             self.few(count, f"arrays in {key!r}")
             return [self.value(kind, key, depth) for _ in range(count)]
-        values: list[Value] = np.frombuffer(self.buffer, f"<{code}", count, self.pos).tolist()
-        self.pos += count * size
+        start, self.pos = self.pos, self.pos + count * size
+        elements: Any = memoryview(self.buffer)[start : self.pos]
+        values: list[Value] = elements.cast(code).tolist()  # little-endian, as every host here
         return values
 
     def strings(self, key: str, count: int) -> Strings:

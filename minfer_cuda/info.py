@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import numpy as np
-
 from minfer_cuda.config import Qwen2Config
 from minfer_cuda.gguf import GGUFFile, TensorInfo
 from minfer_cuda.gguf_header import ARRAYS
@@ -153,6 +151,8 @@ def check(file: GGUFFile) -> list[str]:
 
 
 def _not_finite(file: GGUFFile, info: TensorInfo) -> str | None:
+    import numpy as np
+
     if info.quant.unpack is None:
         if info.type_name in INTEGERS:
             return None

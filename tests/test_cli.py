@@ -63,6 +63,17 @@ def test_help_imports_nothing_heavy():
     assert heavy & set(done.stdout.split()) == set()
 
 
+def test_info_imports_nothing_that_reads_tensors_or_text(model):
+    code = "import sys; from cli.main import app; app(sys.argv[1:], standalone_mode=False); "
+    code += "print(*{name.split('.')[0] for name in sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code, "info", model], cwd=ROOT,
+                          capture_output=True, text=True)  # fmt: skip
+    heavy = {"numpy", "cupy", "gguf", "tokenizers", "minijinja", "llguidance", "huggingface_hub"}
+    assert done.returncode == 0, done.stderr
+    assert "general.architecture" in done.stdout
+    assert heavy & set(done.stdout.splitlines()[-1].split()) == set()
+
+
 def test_the_defaults_in_the_help_are_the_librarys():
     names = {"temperature": "Temperature"}
     shown = 0

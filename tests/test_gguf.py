@@ -83,6 +83,27 @@ def test_every_value_type_is_read(tmp_path: Path, version: int) -> None:
     assert (got["nested"], got["none"]) == ([[9], ["c"]], [])
 
 
+@pytest.mark.parametrize(
+    ("kind", "code", "values"),
+    [
+        (0, "B", [0, 255]), (1, "b", [-128, 127]), (2, "H", [0, 65535]), (3, "h", [-32768, 1]),
+        (4, "I", [0, (1 << 32) - 1]), (5, "i", [-(1 << 31), 1]), (6, "f", [0.5, -0.0]),
+        (7, "B", [0, 1, 2, 255]), (10, "Q", [0, U64_MAX]), (11, "q", [-(1 << 63), 1]),
+        (12, "d", [1e300, 5e-324]),
+    ],
+)  # fmt: skip
+def test_an_array_of_every_number_type_is_read_wherever_it_lies(
+    tmp_path: Path, kind: int, code: str, values: list[float]
+) -> None:
+    packed = array(kind, len(values), struct.pack(f"<{len(values)}{code}", *values))
+    want = [v != 0 for v in values] if kind == 7 else values
+    for shift in range(3):
+        raw = RawGGUF(values=[key_value("k" * (1 + shift), 9, packed)])
+        with opened(tmp_path, raw) as file:
+            (got,) = file.metadata.values()
+        assert repr(got) == repr(want)
+
+
 @pytest.mark.parametrize("alignment", [1, 8, 32, 4096])
 def test_the_files_alignment_is_used(tmp_path: Path, alignment: int) -> None:
     raw = one_tensor([2], n_data=8)
