@@ -13,6 +13,7 @@ import struct
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, overload
 
@@ -72,8 +73,9 @@ class Strings(Sequence[str]):
         return self._raw[self._starts[i] : self._starts[i + 1] - 8].decode()
 
     def __iter__(self) -> Iterator[str]:
-        raw, starts = self._raw, self._starts
-        return iter([raw[a : b - 8].decode() for a, b in zip(starts, starts[1:], strict=False)])
+        raw = self._raw
+        for start, after in pairwise(self._starts):
+            yield raw[start : after - 8].decode()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ARRAYS) and list(self) == list(other)
