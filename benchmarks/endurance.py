@@ -40,12 +40,12 @@ from benchmarks.measure import RESULTS, about, command, finish, say
 from minfer_cuda.bench import about_software
 from minfer_cuda.conversation import Conversation
 from minfer_cuda.llm import LLM, Completion
+from minfer_cuda.runners.cuda_runner import graph_rows
 
 HOST_BYTES = 8 << 20  # of 100,000 tokens: 84 bytes for each, one small object kept
 DEVICE_BYTES = 2 << 20  # what a driver's allocation is rounded to
 SPEED = 0.02
 RUNS = 5
-GRAPH_ROWS = 64  # lengths up to which the engine keeps graphs of prompts
 TEXT = (
     "The lock on the canal had been closed since spring, and nobody could say why. Étienne counted "
     "17 barges, wrote the number down twice, and crossed it out; 数は合わなかった. "
@@ -250,6 +250,12 @@ def speeds(llm: LLM, n_tokens: int) -> list[float]:
     return rates
 
 
+def graph_lengths(longest: int) -> list[int]:
+    """Prompts that between them need every graph of up to `longest` tokens, and that one."""
+    of_rows = {graph_rows(n): n for n in range(1, longest + 1)}
+    return sorted({*of_rows.values(), longest})
+
+
 def warm_up(llm: LLM) -> None:
     """What is made once: see above."""
     for options in SAMPLERS:
@@ -262,7 +268,7 @@ def warm_up(llm: LLM) -> None:
                     pass
     longest = llm.n_ctx * 3 // 4
     long = _encoded(llm, TEXT * (1 + llm.n_ctx // 16), longest)
-    for n in (*range(1, min(GRAPH_ROWS, longest) + 1), longest):
+    for n in graph_lengths(longest):
         for _ in range(2):  # the second makes the graph
             llm.engine.rollback(0)
             for _ in llm.complete(long[:n], max_tokens=1):

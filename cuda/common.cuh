@@ -133,6 +133,17 @@ __device__ inline float load_coherent(const float* p) {
 #endif
 }
 
+__device__ inline float4 load_coherent(const float4* p) {
+#ifdef MINFER_SIMT
+    return *p;
+#else
+    float4 v;
+    asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p) : "memory");
+    return v;
+#endif
+}
+
 // Asynchronous copy of 16 bytes to shared memory; `valid` false writes zeros. sm_75 copies at once.
 __device__ inline void copy_async16(void* shared, const void* global, bool valid = true) {
 #ifdef MINFER_SIMT

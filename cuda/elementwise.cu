@@ -4,8 +4,10 @@
 //           hs (T), y (T, K); null: not written
 // quantize: the same for a row as it is (y = x).
 // add:      out = a + b
+// pick:     row *row of up to kPicked arrays, each to an array of one row
 // Launch  swiglu, quantize: grid = (ceil(Kp/1024), T), block = 256, four values a thread.
-//         add: grid = ceil(n/1024), block = 256.   Bytes: each input and output once.
+//         add: grid = ceil(n/1024), block = 256.   pick: grid = arrays, block = 256.
+// Bytes   each input and output once.
 #include "q8.cuh"
 #include "quants_f16.cuh"
 
@@ -51,4 +53,19 @@ __global__ void __launch_bounds__(256) add(const float* a, const float* b, float
         *reinterpret_cast<float4*>(out + i) =
             make_float4(__fadd_rn(u.x, v.x), __fadd_rn(u.y, v.y), __fadd_rn(u.z, v.z), __fadd_rn(u.w, v.w));
     }
+}
+
+constexpr int kPicked = 6;
+struct Picked {
+    const uint32_t* from[kPicked];
+    uint32_t* to[kPicked];
+    int words[kPicked];  // of a row
+};
+
+__global__ void __launch_bounds__(256) pick(Picked p, const int* row) {
+    pdl_trigger();
+    pdl_wait();
+    const int words = p.words[blockIdx.x];
+    const uint32_t* from = p.from[blockIdx.x] + static_cast<int64_t>(*row) * words;
+    for (int i = threadIdx.x; i < words; i += blockDim.x) p.to[blockIdx.x][i] = from[i];
 }

@@ -22,18 +22,10 @@
 //         to 14 LDS.128 and 4 LDS.64 (48-60 of the 100 clocks of shared memory that 64 mma take of
 //         an SM). Tiles of 128 x 128 read 26 bytes a clock and SM from L2. Measured 290 TFLOP/s at 2,048
 //         tokens (7B, Q4_K), as much as tiles of 256 x 128; 128 x 32 175, and the better up to
-//         64 to 128 tokens; up to 16 a tile of 128 x 16 with 32 warps an SM, bound by the instructions
-//         around the products. Tokens past the last are not read.
+//         64 to 128 tokens; up to 16 matmul_few.cu. Tokens past the last are not read.
 // Why not int8: a scale every 32 values costs more than the products (matmul.cu: 100 TOP/s) and its
 //         rounding of activations 700 times the divergence (kernels.md).
-#include "q8.cuh"
-#include "quants_f16.cuh"
-
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-constexpr int kFewThreads = 512;  // of an SM, with few tokens: 64 registers spill there
-#else
-constexpr int kFewThreads = 1024;
-#endif
+#include "matmul_f16.cuh"
 
 // WarpsM x WarpsN warps, each MTiles x NTiles tiles of 16 rows x 8 tokens.
 template <int WarpsM, int WarpsN, int MTiles, int NTiles>
@@ -43,8 +35,7 @@ struct Tile {
     static constexpr int kRows = WarpsM * MTiles * 16, kStrips = kRows / 8;
     static constexpr int kTokens = WarpsN * NTiles * 8;
     static constexpr int kSums = MTiles * NTiles * 4;  // of a thread
-    static constexpr bool kFew = kSums <= 8;  // a step is bound by latency: 32 warps an SM
-    static constexpr int kBlocks = (kFew ? kFewThreads : 256) / kThreads;  // an SM: 64 or 255 registers a thread
+    static constexpr int kBlocks = 256 / kThreads;     // an SM: 255 registers a thread
 };
 
 // The thread's place in its block; cheap to find again, so that no register holds it for long.
@@ -82,22 +73,11 @@ struct Stage {  // activations, planes or rows of the chunk, scales of the chunk
     static constexpr int kTable = T::kRows * 4 * Chunk<Q>::kHalves;  // words
 };
 
-struct F16Arguments {
-    const uint8_t* w[3];            // one matrix, or up to three above each other; gated: gate, up
-    const float *peak, *up_peak;    // (1); of matrices above each other one for all
-    const uint8_t* h;
-    const float* hs;
-    const float *bias, *residual;   // null: none; residual may be y
-    float* y;
-    uint8_t* neurons;               // (T, Np) f16 and its scale (T), of a gated product
-    float* neuron_scale;
-    float* partial;                 // (2 G, tile) sums of shared tiles
+struct F16Arguments : F16Product {
+    float* partial;            // (2 G, tile) sums of shared tiles
     int* arrived;
-    int n, k, tokens, stride;       // n: rows in all, gated of one; stride of y and residual, in floats
-    int token_tiles, chunks;        // tiles of a row of tiles, chunks of K
-    int waves, whole, units;        // whole waves and their tiles; units of the tiles that are left
-    int begins[2];                  // row tiles where the second and third matrix begin
-    int gated;
+    int token_tiles, chunks;   // tiles of a row of tiles, chunks of K
+    int waves, whole, units;   // whole waves and their tiles; units of the tiles that are left
 };
 
 // ---- sharing out the work ---------------------------------------------------------------------------
@@ -135,52 +115,10 @@ struct Cursor {
         }
         row_tile = tile / a.token_tiles;
     }
-    // True where a tile ends.
-    __device__ bool advance(const F16Arguments& a) {
-        if (++chunk < end) return false;
-        next_tile(a);
-        return true;
+    __device__ void advance(const F16Arguments& a) {
+        if (++chunk == end) next_tile(a);
     }
 };
-
-// ---- lifts of a matrix's values ------------------------------------------------------------------------
-template <class Q>
-constexpr bool kAsIs = false;  // values are halves as they stand
-template <>
-constexpr bool kAsIs<F16> = true;
-
-// What values of BF16 are multiplied by; types in records have it in their scales.
-template <class Q>
-__device__ inline float value_lift(const float* peak) {
-    if constexpr (kAsIs<Q>)
-        return 1.0f;
-    else
-        return lift_of(*peak);
-}
-// The same of rows g and g + 8 of a fragment.
-template <class Q>
-struct Lifts {
-    float of[2];
-    __device__ explicit Lifts(const F16Arguments& a) : of{value_lift<Q>(a.peak), value_lift<Q>(a.gated ? a.up_peak : a.peak)} {}
-};
-// Two values of BF16 times a power of two, exact.
-__device__ inline uint32_t lifted(uint32_t pair, float by) {
-    const __nv_bfloat162 v =
-        __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&pair), __float2bfloat162_rn(by));
-    return *reinterpret_cast<const uint32_t*>(&v);
-}
-// Two float32 as halves.
-__device__ inline uint32_t half_bits_of(uint32_t x, uint32_t y) {
-    return pair_bits(__floats2half2_rn(__uint_as_float(x), __uint_as_float(y)));
-}
-// What undoes a matrix's lift in its products.
-template <class Q>
-__device__ inline float undo_lift(const float* peak) {
-    if constexpr (Q::kFloat)
-        return __fdiv_rn(1.0f, value_lift<Q>(peak));
-    else
-        return unlift_of<Q>(*peak);
-}
 
 // ---- staging ------------------------------------------------------------------------------------------
 // The matrix of a row tile, which of its row tiles it is, and rows from its first on.
@@ -205,81 +143,54 @@ __device__ inline const uint8_t* strip_at(const F16Arguments& a, const Source& f
     return (a.gated && (s & 1) ? a.w[1] : from.w) + (strip * strip_bytes + at);
 }
 
-// Where a thread's pieces of 16 bytes of planes and scales are, in the first record of a tile's strips: kept
-// while the tile lasts where registers allow, which saves half of a step's instructions with few tokens.
-template <class Q, class T, bool = Q::kFloat>
-struct Pieces {
-    static constexpr bool kKept = T::kFew;
-    static constexpr int kOfPlanes = Q::kChunkBytes / 16, kOfScales = kScaleBytes<Q> / 16;  // of a strip
-    static constexpr int kPlanes = T::kStrips * kOfPlanes, kScales = T::kStrips * kOfScales;
-    static constexpr int kPlanesEach = (kPlanes + T::kThreads - 1) / T::kThreads;
-    static constexpr int kScalesEach = (kScales + T::kThreads - 1) / T::kThreads;
-    const uint8_t *planes[kPlanesEach], *scales[kScalesEach];
-
-    static __device__ const uint8_t* plane(const F16Arguments& a, const Source& source, unsigned i, unsigned at) {
-        return strip_at<Q, T>(a, source, i / kOfPlanes, at + i % kOfPlanes * 16);
-    }
-    static __device__ const uint8_t* scale(const F16Arguments& a, const Source& source, unsigned i, unsigned at) {
-        return strip_at<Q, T>(a, source, i / kOfScales, at + Q::kScales + i % kOfScales * 16);
-    }
-    __device__ void find(const F16Arguments& a, const Cursor& c) {
-        if (kKept && c.tile >= 0) {
-            const Source source(a, c.row_tile, T::kRows);
-            const int thread = thread_again();
-#pragma unroll
-            for (int j = 0; j < kPlanesEach; ++j) planes[j] = plane(a, source, j * T::kThreads + thread, 0);
-#pragma unroll
-            for (int j = 0; j < kScalesEach; ++j) scales[j] = scale(a, source, j * T::kThreads + thread, 0);
-        }
-    }
-    __device__ void copy_planes(char* stage, const F16Arguments& a, const Cursor& c) const {
-        const Source source(a, c.row_tile, T::kRows);
-        const unsigned at = c.chunk / Q::kChunks * Q::kRecord + c.chunk % Q::kChunks * Q::kChunkBytes;
-        const int thread = thread_again();
-#pragma unroll
-        for (int j = 0; j < kPlanesEach; ++j) {
-            const unsigned i = j * T::kThreads + thread;
-            if (kPlanes % T::kThreads == 0 || i < kPlanes)
-                copy_async16(stage + Stage<Q, T>::kPlanes + i * 16, kKept ? planes[j] + at : plane(a, source, i, at));
-        }
-    }
-    __device__ void copy_scales(char* stage, const F16Arguments& a, const Cursor& c) const {
-        const Source source(a, c.row_tile, T::kRows);
-        const unsigned at = c.chunk / Q::kChunks * Q::kRecord;
-        const int thread = thread_again();
-#pragma unroll
-        for (int j = 0; j < kScalesEach; ++j) {
-            const unsigned i = j * T::kThreads + thread;
-            if (kScales % T::kThreads == 0 || i < kScales)
-                copy_async16(stage + Stage<Q, T>::kScales + i * 16, kKept ? scales[j] + at : scale(a, source, i, at));
-        }
-    }
-};
-
 // The rows of a row tile's strips, the last again past the last, zeros past K. Sections of 32 bytes
 // change places by row: the 16 lanes that read of four rows at once (row_fragments) meet all banks.
 template <class Q, class T>
-struct Pieces<Q, T, true> {
-    __device__ void find(const F16Arguments&, const Cursor&) {}
-    __device__ void copy_scales(char*, const F16Arguments&, const Cursor&) const {}
-    __device__ void copy_planes(char* stage, const F16Arguments& a, const Cursor& c) const {
-        constexpr int kRowBytes = Chunk<Q>::kStripBytes / 8, kOfRow = kRowBytes / 16;
-        constexpr int kAtOnce = T::kThreads / kOfRow;  // rows: a strip of each matrix of a gated product
-        static_assert(kAtOnce % 16 == 0 && T::kRows % kAtOnce == 0, "");
-        const Source source(a, c.row_tile, T::kRows);
-        const int thread = thread_again(), piece = thread % kOfRow, first = thread / kOfRow;
-        const int row_bytes = a.k * Q::kBytes, at = c.chunk * kRowBytes + piece * 16;
-        const uint8_t* from = (a.gated && first % 16 >= 8 ? a.w[1] : source.w) + at;
-        const int step = a.gated ? kAtOnce / 2 : kAtOnce;
-        const int row0 = source.row_tile * (T::kRows / kAtOnce) * step + (a.gated ? first / 16 * 8 + first % 8 : first);
-        char* to = stage + Stage<Q, T>::kPlanes + first * kRowBytes + (piece ^ (first & 3) << 1) * 16;
+__device__ inline void copy_rows(char* to, const F16Arguments& a, const Source& source, int chunk) {
+    constexpr int kRowBytes = Chunk<Q>::kStripBytes / 8, kOfRow = kRowBytes / 16;
+    constexpr int kAtOnce = T::kThreads / kOfRow;  // rows: a strip of each matrix of a gated product
+    static_assert(kAtOnce % 16 == 0 && T::kRows % kAtOnce == 0, "");
+    const int thread = thread_again(), piece = thread % kOfRow, first = thread / kOfRow;
+    const int row_bytes = a.k * Q::kBytes, at = chunk * kRowBytes + piece * 16;
+    const uint8_t* from = (a.gated && first % 16 >= 8 ? a.w[1] : source.w) + at;
+    const int step = a.gated ? kAtOnce / 2 : kAtOnce;
+    const int row0 = source.row_tile * (T::kRows / kAtOnce) * step + (a.gated ? first / 16 * 8 + first % 8 : first);
+    to += first * kRowBytes + (piece ^ (first & 3) << 1) * 16;
 #pragma unroll
-        for (int j = 0; j < T::kRows / kAtOnce; ++j) {
-            const int row = min(row0 + j * step, source.rows - 1);
-            copy_async16(to + j * kAtOnce * kRowBytes, from + static_cast<int64_t>(row) * row_bytes, at < row_bytes);
-        }
+    for (int j = 0; j < T::kRows / kAtOnce; ++j) {
+        const int row = min(row0 + j * step, source.rows - 1);
+        copy_async16(to + j * kAtOnce * kRowBytes, from + static_cast<int64_t>(row) * row_bytes, at < row_bytes);
     }
-};
+}
+// Pieces of 16 bytes of every strip of a row tile, `Each` of a strip, from byte `at` on.
+template <class Q, class T, int Each>
+__device__ inline void copy_strips(char* to, const F16Arguments& a, const Source& source, unsigned at) {
+    constexpr int kPieces = T::kStrips * Each;
+    const unsigned thread = thread_again();
+#pragma unroll
+    for (int j = 0; j < (kPieces + T::kThreads - 1) / T::kThreads; ++j) {
+        const unsigned i = j * T::kThreads + thread;
+        if (kPieces % T::kThreads == 0 || i < kPieces)
+            copy_async16(to + i * 16, strip_at<Q, T>(a, source, i / Each, at + i % Each * 16));
+    }
+}
+template <class Q, class T>
+__device__ inline void copy_scales(char* stage, const F16Arguments& a, const Cursor& c) {
+    if constexpr (!Q::kFloat) {
+        const unsigned at = c.chunk / Q::kChunks * Q::kRecord + Q::kScales;
+        copy_strips<Q, T, kScaleBytes<Q> / 16>(stage + Stage<Q, T>::kScales, a, Source(a, c.row_tile, T::kRows), at);
+    }
+}
+template <class Q, class T>
+__device__ inline void copy_planes(char* stage, const F16Arguments& a, const Cursor& c) {
+    const Source source(a, c.row_tile, T::kRows);
+    if constexpr (Q::kFloat) {
+        copy_rows<Q, T>(stage + Stage<Q, T>::kPlanes, a, source, c.chunk);
+    } else {
+        const unsigned at = c.chunk / Q::kChunks * Q::kRecord + c.chunk % Q::kChunks * Q::kChunkBytes;
+        copy_strips<Q, T, Q::kChunkBytes / 16>(stage + Stage<Q, T>::kPlanes, a, source, at);
+    }
+}
 
 template <class Q, class T>
 __device__ inline void copy_tokens(char* stage, const F16Arguments& a, const Cursor& c) {
@@ -298,22 +209,20 @@ __device__ inline void copy_tokens(char* stage, const F16Arguments& a, const Cur
     }
 }
 
-// {S, M} of chunk C of a record for all rows of the tile, in the order in which `multiply` reads them. Where
-// there are threads for two parts, each takes two blocks of a row.
+// {S, M} of chunk C of a record for all rows of the tile, in the order in which `multiply` reads them.
 template <class Q, class T, int C>
 __device__ inline void convert_scales(uint32_t* table, const uint8_t* scales, const Lifts<Q>& lifts) {
-    constexpr int kHalves = Chunk<Q>::kHalves, kParts = T::kThreads > T::kRows ? 2 : 1;
-    const unsigned thread = thread_again(), row = thread % T::kRows, strip = row / 8, g = row % 8;
-    static_assert(T::kThreads == kParts * T::kRows, "");
+    constexpr int kHalves = Chunk<Q>::kHalves;
+    const unsigned row = thread_again(), strip = row / 8, g = row % 8;
+    static_assert(T::kThreads == T::kRows, "");
     typename Q::Lane l;
     load_scales<Q>(l, scales + strip * kScaleBytes<Q>, g);
 #pragma unroll
     for (int b = 0; b < 4; ++b)
-        if (kParts == 1 || (thread >= T::kRows) == (b >= 2))
 #pragma unroll
-            for (int h = 0; h < kHalves; ++h)
-                table[(((strip / 2 * 4 + b) * 8 + g) * 2 + strip % 2) * kHalves + h] = half_scale<Q>(
-                    scale_of<Q>(l, C, b, h), minimum_of<Q>(l, C, b, h), strip % 2 ? lifts.of[1] : lifts.of[0]);
+        for (int h = 0; h < kHalves; ++h)
+            table[(((strip / 2 * 4 + b) * 8 + g) * 2 + strip % 2) * kHalves + h] = half_scale<Q>(
+                scale_of<Q>(l, C, b, h), minimum_of<Q>(l, C, b, h), strip % 2 ? lifts.of[1] : lifts.of[0]);
 }
 template <class Q, class T>
 __device__ inline void convert_scales(uint32_t* table, const char* stage, int chunk, const Lifts<Q>& lifts) {
@@ -332,48 +241,31 @@ __device__ inline void convert_scales(uint32_t* table, const char* stage, int ch
 template <class Q>
 __device__ inline void record_fragments(uint32_t (&a)[2][4], typename Q::Lane (&l)[2], const uint8_t* planes,
                                         const uint32_t* from, unsigned lane, int b) {
-    constexpr int kHalves = Chunk<Q>::kHalves;
-    uint32_t scales[2 * kHalves];
-    if constexpr (kHalves == 1) {
-        const uint2 s = *reinterpret_cast<const uint2*>(from);
-        scales[0] = s.x, scales[1] = s.y;
-    } else {
-        const uint4 s = *reinterpret_cast<const uint4*>(from);
-        scales[0] = s.x, scales[1] = s.y, scales[2] = s.z, scales[3] = s.w;
-    }
+    const ScalePairs<Q> scales(from);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         load_words<Q>(l[r], planes + r * Q::kChunkBytes, lane, b);
-        uint32_t pairs[2][2];
-        half_weights<Q>(pairs, l[r], b, scales + r * kHalves);
-#pragma unroll
-        for (int h = 0; h < 2; ++h) a[h][r] = pairs[h][0], a[h][2 + r] = pairs[h][1];
+        weight_fragments<Q>(a, r, l[r], b, scales);
     }
 }
 // ... and from rows as they are: `rows` is where row g and the lane's four values begin, `swizzle` how
 // copy_rows moved its sections.
 template <class Q>
 __device__ inline void row_fragments(uint32_t (&a)[2][4], const uint8_t* rows, unsigned swizzle, int b,
-                                     const float (&lifts)[2]) {
+                                     const Lifts<Q>& lifts) {
 #pragma unroll
     for (int r = 0; r < 2; ++r)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const uint2 w = Shared::get8(rows + r * Chunk<Q>::kStripBytes + ((b * 64 + h * 32) ^ swizzle));
-            if constexpr (kAsIs<Q>) {
-                a[h][r] = __byte_perm(w.x, w.y, 0x5410), a[h][2 + r] = __byte_perm(w.x, w.y, 0x7632);
-            } else {
-                const uint32_t x = lifted(w.x, lifts[r]), y = lifted(w.y, lifts[r]);
-                a[h][r] = half_bits_of(x << 16, y << 16);
-                a[h][2 + r] = half_bits_of(x & 0xffff0000u, y & 0xffff0000u);
-            }
+            value_fragments<Q>(a[h], r, w, lifts);
         }
 }
 
 // acc += the chunk of a stage.
 template <class Q, class T>
 __device__ inline void multiply(float (&acc)[T::kMTiles][T::kNTiles][4], const char* stage, const uint32_t* table,
-                                const float (&lifts)[2]) {
+                                const Lifts<Q>& lifts) {
     constexpr int kHalves = Chunk<Q>::kHalves, kTokenBytes = Stage<Q, T>::kTokenBytes;
     const Place<T> place;
     const unsigned lane = place.lane, g = lane >> 2, t = lane & 3, warp_m = place.warp_m, warp_n = place.warp_n;
@@ -430,129 +322,69 @@ __device__ inline bool add_shares(float (&acc)[T::kMTiles][T::kNTiles][4], const
     __threadfence();
 #pragma unroll
     for (int i = 0; i < T::kSums; ++i) sums[i] = 0.0f;
-    constexpr int kAtOnce = T::kFew ? 4 : 1;  // shares under way
-    for (int block = first; block <= last; block += kAtOnce) {
-        float shares[kAtOnce][T::kSums];
+    for (int block = first; block <= last; ++block) {
+        const float* from = a.partial + share_slot(a, block, first, tile) * kFloats + threadIdx.x;
+        float share[T::kSums];
 #pragma unroll
-        for (int j = 0; j < kAtOnce; ++j) {
-            const int64_t slot = share_slot(a, min(block + j, last), first, tile);
-            const float* from = a.partial + slot * kFloats + threadIdx.x;
-#pragma unroll
-            for (int i = 0; i < T::kSums; ++i) {
-                shares[j][i] = load_coherent(from + i * T::kThreads);
-                if (i % 16 == 15 && !T::kFew) __syncwarp();  // no more loads at once than there are registers left
-            }
+        for (int i = 0; i < T::kSums; ++i) {
+            share[i] = load_coherent(from + i * T::kThreads);
+            if (i % 16 == 15) __syncwarp();  // no more loads at once than there are registers left
         }
 #pragma unroll
-        for (int j = 0; j < kAtOnce; ++j)
-#pragma unroll
-            for (int i = 0; i < T::kSums; ++i)
-                if (block + j <= last) sums[i] = __fadd_rn(sums[i], shares[j][i]);
+        for (int i = 0; i < T::kSums; ++i) sums[i] = __fadd_rn(sums[i], share[i]);
     }
     return true;
-}
-
-// y of a tile; row0 and token0 are the lane's first.
-template <class Q, class T>
-__device__ inline void write_rows(const float (&acc)[T::kMTiles][T::kNTiles][4], const F16Arguments& a, int row0, int token0) {
-    const float unlift = undo_lift<Q>(a.peak);
-#pragma unroll
-    for (int n = 0; n < T::kNTiles; ++n)
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int token = token0 + n * 8 + i;
-            if (token >= a.tokens) continue;
-            const float scale = __fmul_rn(unlift, a.hs[token]);
-#pragma unroll
-            for (int m = 0; m < T::kMTiles; ++m)
-#pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    const int row = row0 + m * 16 + r * 8;
-                    if (row >= a.n) continue;
-                    const int64_t at = static_cast<int64_t>(token) * a.stride + row;
-                    float v = __fmul_rn(acc[m][n][2 * r + i], scale);
-                    if (a.bias) v = __fadd_rn(v, a.bias[row]);
-                    if (a.residual) v = __fadd_rn(a.residual[at], v);
-                    a.y[at] = v;
-                }
-        }
-}
-
-// Neurons of a gated tile: rows g and g + 8 of a fragment are gate and up. Lanes of values e and
-// e + 2 of a four, neighbours in half_offset's order, exchange: each stores both for one token.
-template <class Q, class T>
-__device__ inline void write_neurons(const float (&acc)[T::kMTiles][T::kNTiles][4], const F16Arguments& a, int neuron0, int token0) {
-    const float gate_unlift = undo_lift<Q>(a.peak), up_unlift = undo_lift<Q>(a.up_peak);
-    const int lane = threadIdx.x % kWarp, padded = ceil_div(a.n, 128) * 128;
-    const bool second = (lane & 8) != 0;
-#pragma unroll
-    for (int n = 0; n < T::kNTiles; ++n) {
-        float gate_scale[2], up_scale[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int token = token0 + n * 8 + i;
-            const float hs = a.hs[min(token, a.tokens - 1)];
-            gate_scale[i] = __fmul_rn(gate_unlift, hs), up_scale[i] = __fmul_rn(up_unlift, hs);
-            if (neuron0 == 0 && token < a.tokens) a.neuron_scale[token] = kNeuronScale;
-        }
-#pragma unroll
-        for (int m = 0; m < T::kMTiles; ++m) {
-            const int neuron = neuron0 + m * 8;
-            uint32_t bits[2];
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const float v = swiglu_value(__fmul_rn(acc[m][n][i], gate_scale[i]), __fmul_rn(acc[m][n][2 + i], up_scale[i]));
-                bits[i] = neuron < a.n ? __half_as_ushort(__float2half_rn(__fmul_rn(v, 1.0f / kNeuronScale))) : 0;
-            }
-            const uint32_t other = __shfl_xor_sync(kFull, second ? bits[0] : bits[1], 8);
-            const int token = token0 + n * 8 + second;
-            if (token >= a.tokens || neuron >= padded) continue;
-            const uint32_t pair = second ? other | bits[1] << 16 : bits[0] | other << 16;
-            const int first = neuron & ~2;  // value e of {e, e + 2}
-            uint8_t* to = a.neurons + (static_cast<int64_t>(token) * padded + (neuron & ~127) + half_offset(first & 127)) * 2;
-            *reinterpret_cast<uint32_t*>(to) = pair;
-        }
-    }
 }
 
 template <class Q, class T, int Stages>
 __global__ void __launch_bounds__(T::kThreads, T::kBlocks) matmul_f16(F16Arguments a) {
     pdl_trigger();
-    pdl_wait();
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+    pdl_wait();
     return;  // sm_75 has no room for the stages: prefill.py does not choose it there
 #endif
     char* stages = shared_bytes();
     uint32_t* tables = reinterpret_cast<uint32_t*>(stages + Stages * Stage<Q, T>::kBytes);
     const Lifts<Q> lifts(a);
-    // of records anew for each chunk where registers are short
-    auto lifts_again = [&] { return T::kFew ? lifts : Lifts<Q>(a); };
 
     Cursor at(a), ahead = at;  // ahead: the unit whose scales are copied next, one before its chunk
-    Pieces<Q, T> pieces;  // of `ahead`
     int slot = 0;  // stage of `at`
     auto stage = [&](int later) {
         const int i = slot + later;
         return stages + (i < Stages ? i : i - Stages) * Stage<Q, T>::kBytes;
     };
+    auto load_weights = [&](char* to) {
+        copy_planes<Q, T>(to, a, ahead);
+        ahead.advance(a);
+        if (ahead.tile >= 0) copy_scales<Q, T>(to, a, ahead);
+    };
     auto load = [&](char* to) {
         if (ahead.tile >= 0) {
             copy_tokens<Q, T>(to, a, ahead);
-            pieces.copy_planes(to, a, ahead);
-            if (ahead.advance(a)) pieces.find(a, ahead);
-            if (ahead.tile >= 0) pieces.copy_scales(to, a, ahead);
+            load_weights(to);
         }
         copy_async_commit();
     };
 
-    pieces.find(a, at);
-    pieces.copy_scales(stage(Stages - 1), a, at);
+    // the first stages' weights before the wait, what they are multiplied with after it
+    copy_scales<Q, T>(stage(Stages - 1), a, at);
     copy_async_commit();
 #pragma unroll 1
-    for (int i = 0; i < Stages - 1; ++i) load(stage(i));
+    for (int i = 0; i < Stages - 1; ++i)
+        if (ahead.tile >= 0) load_weights(stage(i));
+    pdl_wait();
+    Cursor first = at;
+#pragma unroll 1
+    for (int i = 0; i < Stages - 1; ++i) {
+        if (first.tile >= 0) {
+            copy_tokens<Q, T>(stage(i), a, first);
+            first.advance(a);
+        }
+        copy_async_commit();
+    }
     copy_async_wait<Stages - 1>();
     __syncthreads();
-    convert_scales<Q, T>(tables, stage(Stages - 1), at.chunk, lifts_again());
+    convert_scales<Q, T>(tables, stage(Stages - 1), at.chunk, Lifts<Q>(a));
     int parity = 0;  // table of `at`
 
     while (at.tile >= 0) {
@@ -564,8 +396,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks) matmul_f16(F16Argumen
             load(stage(Stages - 1));
             at.advance(a);
             if (at.tile >= 0)
-                convert_scales<Q, T>(tables + (parity ^ 1) * Stage<Q, T>::kTable, stage(0), at.chunk, lifts_again());
-            multiply<Q, T>(acc, stage(0), tables + parity * Stage<Q, T>::kTable, lifts.of);
+                convert_scales<Q, T>(tables + (parity ^ 1) * Stage<Q, T>::kTable, stage(0), at.chunk, Lifts<Q>(a));
+            multiply<Q, T>(acc, stage(0), tables + parity * Stage<Q, T>::kTable, lifts);
             slot = slot + 1 < Stages ? slot + 1 : 0;
             parity ^= 1;
         } while (at.tile == tile);
@@ -579,9 +411,9 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks) matmul_f16(F16Argumen
         const int row0 = tile / a.token_tiles * T::kRows + warp_m * T::kMTiles * 16;
         const int token0 = tile % a.token_tiles * T::kTokens + warp_n * T::kNTiles * 8 + (lane & 3) * 2;
         if (a.gated)
-            write_neurons<Q, T>(acc, a, row0 / 2 + (lane >> 2), token0);
+            write_neurons<Q, T::kMTiles, T::kNTiles>(acc, a, row0 / 2 + (lane >> 2), token0);
         else
-            write_rows<Q, T>(acc, a, row0 + (lane >> 2), token0);
+            write_rows<Q, T::kMTiles, T::kNTiles>(acc, a, row0 + (lane >> 2), token0);
     }
     copy_async_wait<0>();
 }

@@ -10,10 +10,13 @@
 // K types have integer scales under one float: scale = super * int_scale, minimum = super_min * int_min
 // (kInteger), so that a product can weigh its integer sums before it converts them.
 // kHalf: scale or minimum differ between h = 0 and 1 (16-value sub-blocks). kMin: minimum is not 0.
+// Pair: the scales of a row's blocks 2p and 2p + 1 of a record, as few words as hold them; i of 0, 1
+// picks the block, at run time.
 //
 // A type defines: kBlock, kRaw (values, bytes of a block in the file), kLow, kHigh (bits of a code in
 // each plane), kMul, kHalf, kMin, kScaleRow, code(), pack_scales(), Lane scales, word(), scale(),
-// minimum(). Sources: the GGUF formats as read by gguf.quants, which the tests compare bit for bit.
+// minimum(), and of a Pair load_pair(), scale(), minimum(). Sources: the GGUF formats as read by
+// gguf.quants, which the tests compare bit for bit.
 #pragma once
 #include "common.cuh"
 
@@ -48,7 +51,7 @@ struct LaneWords {
 };
 
 // What the record types share: sizes, and where a code sits in the planes.
-template <int Block, int Raw, int Low, int High, int ScaleWords>
+template <int Block, int Raw, int Low, int High, int ScaleWords, int PairWords>
 struct RecordType {
     static constexpr bool kFloat = false, kInteger = Block == 256;
     static constexpr int kBlock = Block, kRaw = Raw, kLow = Low, kHigh = High;
@@ -60,6 +63,9 @@ struct RecordType {
     static constexpr int kScales = kChunks * kChunkBytes;  // offset of the scales in a record
     static_assert(kRecord % 16 == 0, "records keep 16-byte alignment");
     using Lane = LaneWords<kChunks, Low, High, ScaleWords>;
+    struct Pair {
+        uint32_t s[PairWords];
+    };
     // Records a lane of a matvec keeps in flight: what 64 registers a thread have room for.
     static constexpr int kWords = kChunks * (Low + High) + ScaleWords;
     static constexpr int kDepth = kWords < 11 ? 3 : 2;
@@ -67,25 +73,27 @@ struct RecordType {
     template <class M>
     __device__ static void load_planes(Lane& l, const uint8_t* rec, int lane) {
 #pragma unroll
-        for (int c = 0; c < kChunks; ++c) {
-            const uint8_t* p = rec + c * kChunkBytes;
-            if constexpr (Low == 2) {
-                uint2 v = M::get8(p + lane * 8);
-                l.q[c][0] = v.x, l.q[c][1] = v.y;
-            } else {
+        for (int c = 0; c < kChunks; ++c) load_chunk<M>(l, c, rec + c * kChunkBytes, lane);
+    }
+    // The planes at p as chunk c of the lane.
+    template <class M>
+    __device__ static void load_chunk(Lane& l, int c, const uint8_t* p, int lane) {
+        if constexpr (Low == 2) {
+            uint2 v = M::get8(p + lane * 8);
+            l.q[c][0] = v.x, l.q[c][1] = v.y;
+        } else {
 #pragma unroll
-                for (int i = 0; i < Low / 4; ++i) {
-                    uint4 v = M::get16(p + i * 512 + lane * 16);
-                    l.q[c][4 * i] = v.x, l.q[c][4 * i + 1] = v.y;
-                    l.q[c][4 * i + 2] = v.z, l.q[c][4 * i + 3] = v.w;
-                }
+            for (int i = 0; i < Low / 4; ++i) {
+                uint4 v = M::get16(p + i * 512 + lane * 16);
+                l.q[c][4 * i] = v.x, l.q[c][4 * i + 1] = v.y;
+                l.q[c][4 * i + 2] = v.z, l.q[c][4 * i + 3] = v.w;
             }
-            p += kLowBytes;
-            if constexpr (High == 1) l.h[c][0] = M::get4(p + lane * 4);
-            if constexpr (High == 2) {
-                uint2 v = M::get8(p + lane * 8);
-                l.h[c][0] = v.x, l.h[c][1] = v.y;
-            }
+        }
+        p += kLowBytes;
+        if constexpr (High == 1) l.h[c][0] = M::get4(p + lane * 4);
+        if constexpr (High == 2) {
+            uint2 v = M::get8(p + lane * 8);
+            l.h[c][0] = v.x, l.h[c][1] = v.y;
         }
     }
     // Bit position of the low part of code (b, h, e) in word index `low_word(b, h)` of the lane.
@@ -104,9 +112,10 @@ __device__ inline uint32_t shift(uint32_t w, int by) { return by >= 0 ? w << by 
 
 // ---- types of 32-value blocks: one half per block (or half2 d, m) and row: scales [row][block] ----
 template <int Raw, int Low, int High>
-struct OneScale : RecordType<32, Raw, Low, High, 2> {
-    using Base = RecordType<32, Raw, Low, High, 2>;
+struct OneScale : RecordType<32, Raw, Low, High, 2, 1> {
+    using Base = RecordType<32, Raw, Low, High, 2, 1>;
     using Lane = typename Base::Lane;
+    using Pair = typename Base::Pair;
     static constexpr bool kHalf = false, kMin = false;
     template <class M>
     __device__ static Lane load(const uint8_t* rec, int lane) {
@@ -119,14 +128,20 @@ struct OneScale : RecordType<32, Raw, Low, High, 2> {
     __device__ static float scale(const Lane& l, int, int b, int) {
         return half_bits(static_cast<uint16_t>(l.s[b >> 1] >> (16 * (b & 1))));
     }
+    template <class M>
+    __device__ static Pair load_pair(const uint8_t* rec, int row, int p) {
+        return {{M::get4(rec + Base::kScales + row * 8 + p * 4)}};
+    }
+    __device__ static float scale(const Pair& l, int, int i, int) { return half_bits(static_cast<uint16_t>(l.s[0] >> (16 * i))); }
     __device__ static void pack_scales(const uint8_t* block, uint8_t* rec, int row, int b) {
         put16(rec + Base::kScales + row * 8 + b * 2, raw16(block));
     }
 };
 template <int Raw, int High>
-struct ScaleMin : RecordType<32, Raw, 4, High, 4> {
-    using Base = RecordType<32, Raw, 4, High, 4>;
+struct ScaleMin : RecordType<32, Raw, 4, High, 4, 2> {
+    using Base = RecordType<32, Raw, 4, High, 4, 2>;
     using Lane = typename Base::Lane;
+    using Pair = typename Base::Pair;
     static constexpr bool kHalf = false, kMin = true;
     template <class M>
     __device__ static Lane load(const uint8_t* rec, int lane) {
@@ -142,6 +157,16 @@ struct ScaleMin : RecordType<32, Raw, 4, High, 4> {
     __device__ static float minimum(const Lane& l, int, int b, int) {
         const uint32_t dm = b == 0 ? l.s[0] : b == 1 ? l.s[1] : b == 2 ? l.s[2] : l.s[3];
         return -half_bits(static_cast<uint16_t>(dm >> 16));
+    }
+    template <class M>
+    __device__ static Pair load_pair(const uint8_t* rec, int row, int p) {
+        const uint2 s = M::get8(rec + Base::kScales + row * 16 + p * 8);
+        return {{s.x, s.y}};
+    }
+    __device__ static uint32_t scale_min(const Pair& l, int i) { return i ? l.s[1] : l.s[0]; }
+    __device__ static float scale(const Pair& l, int, int i, int) { return half_bits(static_cast<uint16_t>(scale_min(l, i))); }
+    __device__ static float minimum(const Pair& l, int, int i, int) {
+        return -half_bits(static_cast<uint16_t>(scale_min(l, i) >> 16));
     }
     __device__ static void pack_scales(const uint8_t* block, uint8_t* rec, int row, int b) {
         put16(rec + Base::kScales + row * 16 + b * 4, raw16(block));
@@ -212,9 +237,10 @@ struct IQ4_NL : OneScale<18, 4, 0> {
 // ---- K types: 256 values, scales [row] -----------------------------------------------------------
 // Q4_K and Q5_K: d, dmin and eight 6-bit (scale, minimum) pairs in 12 bytes: 16 bytes a row.
 template <int Raw, int High>
-struct KScaleMin : RecordType<256, Raw, 4, High, 4> {
-    using Base = RecordType<256, Raw, 4, High, 4>;
+struct KScaleMin : RecordType<256, Raw, 4, High, 4, 4> {
+    using Base = RecordType<256, Raw, 4, High, 4, 4>;
     using Lane = typename Base::Lane;
+    using Pair = typename Base::Pair;
     static constexpr bool kHalf = false, kMin = true;
     static constexpr int kMul = 1;
     template <class M>
@@ -227,16 +253,25 @@ struct KScaleMin : RecordType<256, Raw, 4, High, 4> {
     }
     // Sub-block j < 4: six low bits of byte j (scale) and j + 4 (minimum); j >= 4: a nibble of byte
     // j + 4 and the two top bits of byte j - 4 (scale) or j (minimum).
-    __device__ static int six_bits(const Lane& l, int c, int b, bool minimum) {
-        uint32_t first = minimum ? l.s[2] : l.s[1];
-        uint32_t four = c == 0 ? first & 0x3f3f3f3fu
-                               : ((l.s[3] >> (minimum ? 4 : 0)) & kNibble) | ((first >> 2) & 0x30303030u);
+    __device__ static int six_bits(const uint32_t* s, int c, int b, bool minimum) {
+        const uint32_t first = minimum ? s[2] : s[1];
+        const uint32_t four = c == 0 ? first & 0x3f3f3f3fu
+                                     : ((s[3] >> (minimum ? 4 : 0)) & kNibble) | ((first >> 2) & 0x30303030u);
         return byte_of(four, b);
     }
-    __device__ static float super(const Lane& l) { return half_bits(static_cast<uint16_t>(l.s[0])); }
-    __device__ static float super_min(const Lane& l) { return half_bits(static_cast<uint16_t>(l.s[0] >> 16)); }
-    __device__ static int int_scale(const Lane& l, int c, int b, int) { return six_bits(l, c, b, false); }
-    __device__ static int int_min(const Lane& l, int c, int b, int) { return six_bits(l, c, b, true); }
+    template <class Words>
+    __device__ static float super(const Words& l) { return half_bits(static_cast<uint16_t>(l.s[0])); }
+    template <class Words>
+    __device__ static float super_min(const Words& l) { return half_bits(static_cast<uint16_t>(l.s[0] >> 16)); }
+    __device__ static int int_scale(const Lane& l, int c, int b, int) { return six_bits(l.s, c, b, false); }
+    __device__ static int int_min(const Lane& l, int c, int b, int) { return six_bits(l.s, c, b, true); }
+    template <class M>
+    __device__ static Pair load_pair(const uint8_t* rec, int row, int) {
+        const uint4 s = M::get16(rec + Base::kScales + row * 16);
+        return {{s.x, s.y, s.z, s.w}};
+    }
+    __device__ static int int_scale(const Pair& l, int p, int i, int) { return six_bits(l.s, p >> 1, 2 * (p & 1) + i, false); }
+    __device__ static int int_min(const Pair& l, int p, int i, int) { return six_bits(l.s, p >> 1, 2 * (p & 1) + i, true); }
     __device__ static void pack_scales(const uint8_t* block, uint8_t* rec, int row, int) {
         for (int i = 0; i < 16; ++i) rec[Base::kScales + row * 16 + i] = block[i];
     }
@@ -257,7 +292,7 @@ struct Q5_K : KScaleMin<176, 1> {
     }
 };
 // Q6_K: int8 scale per 16 values [row][16], then d [row].
-struct Q6_K : RecordType<256, 210, 4, 2, 5> {
+struct Q6_K : RecordType<256, 210, 4, 2, 5, 2> {
     static constexpr bool kHalf = true, kMin = false;
     static constexpr int kMul = 4;  // codes stored so that 4 * (q - 32) falls out signed
     template <class M>
@@ -283,13 +318,19 @@ struct Q6_K : RecordType<256, 210, 4, 2, 5> {
     __device__ static int int_scale(const Lane& l, int c, int b, int h) {
         return static_cast<int8_t>(l.s[2 * c + (b >> 1)] >> (16 * (b & 1) + 8 * h));
     }
+    template <class M>
+    __device__ static Pair load_pair(const uint8_t* rec, int row, int p) {
+        return {{M::get4(rec + kScales + row * 16 + p * 4), M::get2(rec + kScales + 128 + row * 2)}};
+    }
+    __device__ static float super(const Pair& l) { return half_bits(static_cast<uint16_t>(l.s[1])); }
+    __device__ static int int_scale(const Pair& l, int, int i, int h) { return static_cast<int8_t>(l.s[0] >> (16 * i + 8 * h)); }
     __device__ static void pack_scales(const uint8_t* block, uint8_t* rec, int row, int) {
         for (int i = 0; i < 16; ++i) rec[kScales + row * 16 + i] = block[192 + i];
         put16(rec + kScales + 128 + row * 2, raw16(block + 208));
     }
 };
 // Q3_K: sixteen 6-bit scales in 12 bytes [row], then d [row].
-struct Q3_K : RecordType<256, 110, 2, 1, 4> {
+struct Q3_K : RecordType<256, 110, 2, 1, 4, 3> {
     static constexpr bool kHalf = true, kMin = false;
     static constexpr int kMul = 32;  // two bits, and the inverted third as the sign
     template <class M>
@@ -319,13 +360,23 @@ struct Q3_K : RecordType<256, 110, 2, 1, 4> {
         uint32_t top = (l.s[2] >> (8 * (j & 3) + 2 * (2 * c + (j >> 2)))) & 3;
         return static_cast<int>(low | top << 4) - 32;
     }
+    template <class M>
+    __device__ static Pair load_pair(const uint8_t* rec, int row, int p) {
+        const uint8_t* at = rec + kScales + row * 12;
+        return {{M::get4(at + 4 * (p & 1)), M::get4(at + 8), M::get2(rec + kScales + 96 + row * 2)}};
+    }
+    __device__ static float super(const Pair& l) { return half_bits(static_cast<uint16_t>(l.s[2])); }
+    __device__ static int int_scale(const Pair& l, int p, int i, int h) {
+        const uint32_t four = ((l.s[0] >> (p & 2) * 2) & kNibble) | ((l.s[1] >> 2 * p) & 0x03030303u) << 4;
+        return byte_of(four, 2 * i + h) - 32;
+    }
     __device__ static void pack_scales(const uint8_t* block, uint8_t* rec, int row, int) {
         for (int i = 0; i < 12; ++i) rec[kScales + row * 12 + i] = block[96 + i];
         put16(rec + kScales + 96 + row * 2, raw16(block + 108));
     }
 };
 // Q2_K: sixteen bytes of (scale, minimum) nibbles [row], then d and dmin [row].
-struct Q2_K : RecordType<256, 84, 2, 0, 5> {
+struct Q2_K : RecordType<256, 84, 2, 0, 5, 2> {
     static constexpr bool kHalf = true, kMin = true;
     static constexpr int kMul = 1;
     template <class M>
@@ -351,13 +402,21 @@ struct Q2_K : RecordType<256, 84, 2, 0, 5> {
     __device__ static float super_min(const Lane& l) { return half_bits(static_cast<uint16_t>(l.s[4] >> 16)); }
     __device__ static int int_scale(const Lane& l, int c, int b, int h) { return pair(l, c, b, h) & 15; }
     __device__ static int int_min(const Lane& l, int c, int b, int h) { return (pair(l, c, b, h) >> 4) & 15; }
+    template <class M>
+    __device__ static Pair load_pair(const uint8_t* rec, int row, int p) {
+        return {{M::get4(rec + kScales + row * 16 + p * 4), M::get4(rec + kScales + 128 + row * 4)}};
+    }
+    __device__ static float super(const Pair& l) { return half_bits(static_cast<uint16_t>(l.s[1])); }
+    __device__ static float super_min(const Pair& l) { return half_bits(static_cast<uint16_t>(l.s[1] >> 16)); }
+    __device__ static int int_scale(const Pair& l, int, int i, int h) { return (l.s[0] >> (16 * i + 8 * h)) & 15; }
+    __device__ static int int_min(const Pair& l, int, int i, int h) { return (l.s[0] >> (16 * i + 8 * h + 4)) & 15; }
     __device__ static void pack_scales(const uint8_t* block, uint8_t* rec, int row, int) {
         for (int i = 0; i < 16; ++i) rec[kScales + row * 16 + i] = block[i];
         for (int i = 0; i < 4; ++i) rec[kScales + 128 + row * 4 + i] = block[80 + i];
     }
 };
 // IQ4_XS: d, eight 6-bit scales as 2 + 4 bytes: 8 bytes a row.
-struct IQ4_XS : RecordType<256, 136, 4, 0, 2> {
+struct IQ4_XS : RecordType<256, 136, 4, 0, 2, 2> {
     static constexpr bool kHalf = false, kMin = false;
     static constexpr int kMul = 1;
     __device__ static int low_bit(int, int h, int e) { return 16 * h + 4 * e; }
@@ -373,27 +432,34 @@ struct IQ4_XS : RecordType<256, 136, 4, 0, 2> {
         return (block[8 + 16 * (i >> 5) + (i & 15)] >> (4 * ((i >> 4) & 1))) & 15;
     }
     __device__ static uint32_t word(const Lane& l, int c, int b, int h) { return iq4_word(l.q[c][b], h); }
-    __device__ static float super(const Lane& l) { return half_bits(static_cast<uint16_t>(l.s[0])); }
-    __device__ static int int_scale(const Lane& l, int c, int b, int) {
-        int j = 4 * c + b;
-        uint32_t low = (l.s[1] >> (4 * j)) & 15, top = (l.s[0] >> (16 + 2 * j)) & 3;
+    template <class Words>
+    __device__ static float super(const Words& l) { return half_bits(static_cast<uint16_t>(l.s[0])); }
+    __device__ static int six_bits(const uint32_t* s, int j) {
+        const uint32_t low = (s[1] >> (4 * j)) & 15, top = (s[0] >> (16 + 2 * j)) & 3;
         return static_cast<int>(low | top << 4) - 32;
     }
+    __device__ static int int_scale(const Lane& l, int c, int b, int) { return six_bits(l.s, 4 * c + b); }
+    template <class M>
+    __device__ static Pair load_pair(const uint8_t* rec, int row, int) {
+        const uint2 s = M::get8(rec + kScales + row * 8);
+        return {{s.x, s.y}};
+    }
+    __device__ static int int_scale(const Pair& l, int p, int i, int) { return six_bits(l.s, 2 * p + i); }
     __device__ static void pack_scales(const uint8_t* block, uint8_t* rec, int row, int) {
         for (int i = 0; i < 8; ++i) rec[kScales + row * 8 + i] = block[i];
     }
 };
 
-// The float scale and minimum of sub-block (c, b, h), whatever the type keeps.
-template <class Q>
-__device__ inline float scale_of(const typename Q::Lane& l, int c, int b, int h) {
+// The float scale and minimum of sub-block (c, b, h) of a lane, or (p, i, h) of a Pair, whatever the type keeps.
+template <class Q, class Words>
+__device__ inline float scale_of(const Words& l, int c, int b, int h) {
     if constexpr (Q::kInteger)
         return __fmul_rn(Q::super(l), static_cast<float>(Q::int_scale(l, c, b, h)));
     else
         return Q::scale(l, c, b, h);
 }
-template <class Q>
-__device__ inline float minimum_of(const typename Q::Lane& l, int c, int b, int h) {
+template <class Q, class Words>
+__device__ inline float minimum_of(const Words& l, int c, int b, int h) {
     if constexpr (!Q::kMin)
         return 0.0f;
     else if constexpr (Q::kInteger)

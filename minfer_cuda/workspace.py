@@ -60,7 +60,7 @@ def shapes(c: Qwen2Config, s: Sizes) -> dict[str, Shape]:
     ffn_rows = min(s.rows_apart, max(1, FFN_BYTES // (8 * c.d_ffn * 128)) * 128)  # whole tiles
     table: dict[str, Shape] = {
         "tokens": ((b,), np.int32),
-        "position": ((1,), np.int32),  # of the first token of a prefill
+        "place": ((2,), np.int32),  # position of the first token of a prefill; which is the last
         "x": ((b, d), np.float32),  # the residual stream
         "qkv": ((b, heads + 2 * c.kv_width), np.float32),
         "q": ((b, c.n_heads, c.head_dim), np.float32),
@@ -80,6 +80,11 @@ def shapes(c: Qwen2Config, s: Sizes) -> dict[str, Shape]:
         if s.f16:
             table[f"{name}.h"] = ((b, padded(width)), np.float16)
             table[f"{name}.hs"] = ((b,), np.float32)
+    table |= {  # the last rows of a prompt that others follow
+        f"last.{name}": ((1, *shape[1:]), dtype)
+        for name, (shape, dtype) in table.items()
+        if name == "x" or name.startswith("mix.")
+    }
     return table
 
 

@@ -19,7 +19,7 @@ from minfer_cuda.graph import StepGraphs
 from minfer_cuda.kernels import Device
 from minfer_cuda.prefill import F16_ARCHS, INT8_ROWS, most_float32_rows, most_int8_rows
 from minfer_cuda.quants import by_name
-from minfer_cuda.runners.cuda_runner import CudaRunner
+from minfer_cuda.runners.cuda_runner import CudaRunner, graph_rows
 from minfer_cuda.runners.numpy_runner import NumpyRunner
 from minfer_cuda.sampling import SamplingParams, mask_words
 
@@ -154,7 +154,7 @@ def test_prompts_multiply_float_matrices_on_f16_tensor_cores(
     runner.prefill(IDS, 0, 3)
     assert relative(runner.logits(3), cpu_logits(path, IDS, 3)) < most
     products = {name.split(",")[0] for name in asked}
-    assert {"matmul_f16<F16", "matmul_f16<BF16"} <= products
+    assert {"matmul_few<F16", "matmul_few<BF16"} <= products
     assert not products & {"matmul_float<F16>", "matmul_float<BF16>"}
     runner.prefill(IDS[-1:], rows)
     assert "matmul_float<F16>" in asked
@@ -202,8 +202,8 @@ def test_products_of_prompts_are_compiled_before_weights_are_read(
     monkeypatch.setattr(device, "compile", lambda pairs, progress=None: compiled.extend(pairs))
     monkeypatch.setattr(device, "kernel", lambda *name: (asked.append(name), kernel(*name))[1])
     runner_of(device, mixed, n_batch=len(IDS)).prefill(IDS, 0)
-    used = {name for stem, name in asked if stem == "matmul_f16"}
-    assert len(used) >= 6 and {("matmul_f16", name) for name in used} <= set(compiled)
+    used = {pair for pair in asked if pair[0] in ("matmul_f16", "matmul_few")}
+    assert len(used) >= 6 and used <= set(compiled)
 
 
 def test_compiling_ahead_is_told_before_loading(
@@ -271,6 +271,47 @@ def test_chunked_prefill_agrees_with_one_shot(device: Device, floats: Path) -> N
     parts.prefill(IDS[:4], 0, 1)
     parts.prefill(IDS[4:], 4, 1)
     assert relative(parts.logits(), whole.logits()) < 1e-3
+
+
+def test_few_graphs_serve_prompts_of_every_length() -> None:
+    counts = range(1, 4097)
+    rows = [graph_rows(n) for n in counts]
+    assert rows[:16] == list(range(1, 17)) and rows == sorted(rows)
+    assert all(n <= r < n + max(16, n / 4) for n, r in zip(counts, rows, strict=True))
+    assert all(graph_rows(r) == r for r in rows) and len(set(rows)) <= 45
+
+
+class Noting(Eager):
+    """Steps as they come, with their keys."""
+
+    def __init__(self) -> None:
+        self.keys: list[Hashable] = []
+
+    def run(self, key: Hashable, step: Callable[[], None]) -> None:
+        self.keys.append(key)
+        step()
+
+
+@pytest.mark.parametrize("path", ["int8", "f16"])
+def test_rows_behind_a_prompt_change_nothing_of_it(
+    device: Device, mixed: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """18 tokens are run as 32 rows where the context has room, else as they are: the same logits
+    but for sums of another order, also of the token that comes next."""
+    monkeypatch.setenv("MINFER_PREFILL", path)
+    ids = [*IDS, 9, 8, 7, 6, 5, 4, 3]
+    results = []
+    for n_ctx, rows in ((33, [32]), (20, [])):
+        runner = runner_of(device, mixed, n_ctx=n_ctx, kv_type="f32")
+        noting = runner._steps = Noting()  # type: ignore[assignment]
+        runner.prefill(ids, 0)
+        assert [key[1] for key in noting.keys] == rows  # type: ignore[index]
+        first = runner.logits()
+        runner.prefill([77], len(ids))
+        results.append((first, runner.logits()))
+    for one, other in zip(*results, strict=True):
+        assert relative(one, other) < 1e-3
+    assert relative(results[0][0], cpu_logits(mixed, ids, 1)) < 0.05
 
 
 def test_rollback_and_replay_give_the_same_bits(device: Device, mixed: Path) -> None:

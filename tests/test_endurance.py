@@ -15,7 +15,6 @@ def test_a_long_day_in_small_keeps_its_promises_and_stores_what_it_saw(
     model, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(endurance, "SPEED", float("inf"))  # this machine is shared
-    monkeypatch.setattr(endurance, "GRAPH_ROWS", 4)
     words = [model, "--device", "cpu", "--tokens", "150", "--requests", "30", "--n-ctx", "160"]
     assert endurance.main([*words, "--into", str(tmp_path), "--commit", "abc"]) == 0
     result = json.loads((tmp_path / "endurance-tiny.json").read_text())

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from ggufs import quantize as quantize_weights
 
+from minfer_cuda.errors import KernelError
 from minfer_cuda.kernels import Device
-from minfer_cuda.kernels.elementwise import add, quantize, swiglu
+from minfer_cuda.kernels.elementwise import add, pick, quantize, swiglu
 from minfer_cuda.kernels.embed import embed
 from minfer_cuda.kernels.layouts import Activations, Matrix, Unnormed, matrix_bytes, padded
 from minfer_cuda.kernels.matmul import ARRIVALS, PARTIALS, matmul, plan
@@ -171,6 +172,20 @@ def test_swiglu_and_add_equal_float64(device: Device) -> None:
     total = nan(device, 3, 160)
     add(device, out.x, out.x, total)
     assert np.array_equal(device.download(total), y + y)
+
+
+def test_a_row_is_picked_of_each_array(device: Device) -> None:
+    rng = np.random.default_rng(6)
+    wide = rng.standard_normal((5, 700)).astype(np.float32)
+    halves = rng.standard_normal((5, 128)).astype(np.float16)
+    scales = rng.standard_normal(5).astype(np.float32)
+    sources = [device.upload(array) for array in (wide, halves, scales)]
+    rows = [device.zeros((1, *array.shape[1:]), array.dtype) for array in sources]
+    pick(device, device.upload(np.array([3], np.int32)), list(zip(sources, rows, strict=True)))
+    for array, row in zip((wide, halves, scales), rows, strict=True):
+        assert np.array_equal(device.download(row), array[3:4])
+    with pytest.raises(KernelError, match="0 arrays, expected 1 to 6"):
+        pick(device, device.zeros((1,), np.int32), [])
 
 
 @pytest.mark.parametrize("n", [8, 21, 136])

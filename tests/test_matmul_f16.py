@@ -7,9 +7,9 @@ import pytest
 from test_linear_kernels import QUANTISED, ROW_COUNTS, columns, ids, nan, random_weights, upload
 
 from minfer_cuda.errors import KernelError
-from minfer_cuda.kernels import Device
+from minfer_cuda.kernels import Device, matmul_few
 from minfer_cuda.kernels.elementwise import swiglu
-from minfer_cuda.kernels.layouts import Activations, Matrix, padded
+from minfer_cuda.kernels.layouts import Activations, Matrix, ceil_div, padded
 from minfer_cuda.kernels.matmul_f16 import (
     ARRIVALS,
     NARROW,
@@ -189,6 +189,79 @@ def test_products_of_every_type_equal_float64(
     device: Device, scratch: dict[str, object], quant: QuantType
 ) -> None:
     check(device, scratch, quant, 21, columns(quant), 11, NARROW)
+
+
+def kernels_of(device: Device, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of kernels, as they are asked for."""
+    asked: list[str] = []
+    kernel = device.kernel
+    monkeypatch.setattr(device, "kernel", lambda *name: (asked.append(name[1]), kernel(*name))[1])
+    return asked
+
+
+@pytest.mark.parametrize("tokens", [5, 19])
+@pytest.mark.parametrize("quant", QUANTISED, ids=ids)
+def test_few_tokens_of_every_type_equal_float64(
+    device: Device,
+    scratch: dict[str, object],
+    monkeypatch: pytest.MonkeyPatch,
+    quant: QuantType,
+    tokens: int,
+) -> None:
+    asked = kernels_of(device, monkeypatch)
+    check(device, scratch, quant, 21, columns(quant), tokens)
+    assert matmul_few.instance(quant, 2 if tokens <= 16 else 4) in asked
+
+
+# units of a block, parts of K, tokens: one unit in pieces of all warps, more units than warps of
+# one chunk each, parts of K of which the last is short, and two blocks of tokens
+CUTS = [(1, 1, 16), (20, 10, 3), (3, 4, 16), (2, 3, 32), (5, 1, 40)]
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "BF16"])
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_few_tokens_equal_float64_however_the_product_is_cut(
+    device: Device,
+    scratch: dict[str, object],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    cut: tuple[int, int, int],
+) -> None:
+    quant, (units, parts, tokens) = by_name(name), cut
+    n, k = (330, 1280) if units > 16 else (77, 1280)
+    how = matmul_few.cut(quant, ceil_div(n, 16), 10, tokens, units, ceil_div(10, parts))
+    monkeypatch.setattr(matmul_few, "plan", lambda *sizes, gated: how)
+    monkeypatch.setattr(matmul_few.Plan, "clocks", lambda self, sm_count: 0)
+    asked = kernels_of(device, monkeypatch)
+    rng = np.random.default_rng(21)
+    w, values = matrix(device, rng, quant, n, k)
+    x = rng.standard_normal((tokens, k)).astype(np.float32)
+    halves, results = halved(device, x), []
+    for _ in range(2):
+        y = nan(device, tokens, n)
+        matmul_f16(device, w, halves, y, **scratch)
+        results.append(device.download(y))
+    assert matmul_few.instance(quant, how.tiles) in asked
+    error = np.abs(results[0] - x.astype(np.float64) @ values.T)
+    assert np.all(error <= bound(values, x, quant))
+    assert np.array_equal(results[0], results[1])  # no bit depends on who comes last
+    assert not device.download(scratch["arrivals"]).any()
+
+
+@pytest.mark.parametrize("card", [(132, 227 << 10), (108, 163 << 10), (84, 99 << 10)], ids=str)
+def test_a_plan_for_few_tokens_fits_the_card_and_covers_the_product(card: tuple[int, int]) -> None:
+    for quant in (by_name("Q4_K"), by_name("Q6_K"), by_name("F16")):
+        for rows, cols in ((3584, 3584), (18944, 3584), (3584, 18944), (29568, 8192), (896, 4864)):
+            for tokens in (2, 16, 17, 64, 2048):
+                for gated in (False, True):
+                    how = matmul_few.plan(quant, rows, cols, tokens, *card, gated=gated)
+                    if how is None:
+                        assert tokens > 16 or cols > 4096
+                        continue
+                    assert how.shared <= card[1] and how.partials <= matmul_few.PARTIALS
+                    assert how.units * how.grid[0] >= how.all_units * how.parts
+                    assert (how.parts - 1) * how.groups * 128 < cols <= how.parts * how.groups * 128
+                    assert how.token_blocks * how.tiles * 8 >= tokens
 
 
 @pytest.mark.parametrize("tokens", ROW_COUNTS)

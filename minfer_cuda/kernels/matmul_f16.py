@@ -1,4 +1,5 @@
-"""Many tokens times matrices of all types but F32 on f16 tensor cores. See cuda/matmul_f16.cu."""
+"""Tokens times matrices of all types but F32 on f16 tensor cores. See cuda/matmul_f16.cu, and
+cuda/matmul_few.cu for few tokens."""
 
 from __future__ import annotations
 
@@ -11,15 +12,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from minfer_cuda.errors import KernelError
-from minfer_cuda.kernels import Device, DeviceArray
+from minfer_cuda.kernels import Device, DeviceArray, matmul_few
 from minfer_cuda.kernels.checks import expect, expect_halves, expect_room, pointer
 from minfer_cuda.kernels.layouts import Activations, Matrix, ceil_div, padded, record_cols
 from minfer_cuda.kernels.matmul import check_output
 from minfer_cuda.quants import HALVES, QuantType, by_name
 
-PARTIALS = 9 << 20  # most float32 elements of shared tiles' sums (36 MiB)
+PARTIALS = matmul_few.PARTIALS  # most float32 elements of shared tiles' sums, too
 ARRIVALS = 4096  # most shared tiles
-_HALVED = ("Q2_K", "Q3_K", "Q6_K")  # a scale every 16 values: two pairs a block in the table
 _NEVER = 1 << 30  # a row tile past all
 _RESERVED = 1 << 10  # bytes of shared memory that the driver keeps of each block
 
@@ -54,14 +54,14 @@ class Tile:
     @property
     def blocks(self) -> int:
         """Blocks that share an SM: Tile::kBlocks."""
-        return (1024 if self.sums <= 8 else 256) // self.threads
+        return 256 // self.threads
 
 
-SQUARE = Tile(2, 2, 4, 8, 3200)  # 128 rows x 128 tokens: 290 TFLOP/s at 2,048 tokens
-NARROW = Tile(4, 1, 2, 4, 1150)  # 128 x 32: 175
-FEW = Tile(8, 1, 1, 2, 800)  # 128 x 16
-TILES = (FEW, NARROW, SQUARE)
+SQUARE = Tile(2, 2, 4, 8, 3850)  # 128 rows x 128 tokens: 290 TFLOP/s at 2,048 tokens
+NARROW = Tile(4, 1, 2, 4, 1370)  # 128 x 32: 175
+TILES = (NARROW, SQUARE)
 ROWS = 128  # of each
+_LAUNCH_CLOCKS = 14000  # of a launch, whatever it does
 _SHARE_CLOCKS = 25  # to add up another block's part of a tile, for each sum of a thread
 
 
@@ -83,7 +83,7 @@ def stage_bytes(quant: QuantType, tile: Tile) -> int:
 
 def shared_bytes(quant: QuantType, tile: Tile, stages: int) -> int:
     """Of a block: stages and two tables of scale pairs."""
-    pairs = 0 if quant.name in HALVES else 2 if quant.name in _HALVED else 1  # of a block
+    pairs = 0 if quant.name in HALVES else 2 if quant.name in matmul_few.HALVED else 1  # of a block
     return stages * stage_bytes(quant, tile) + 2 * tile.rows * 4 * pairs * 4
 
 
@@ -110,6 +110,7 @@ class Plan:
     token_tiles: int
     chunks: int  # of K
     units: int  # chunks of the tiles that are left
+    clocks: float  # that it takes about
 
 
 @functools.cache
@@ -140,7 +141,8 @@ def plan(
         units, blocks = count * chunks, sm_count * t.blocks
         shares = 0 if count % blocks == 0 else min(blocks, units) / min(count, blocks)
         clocks = t.clocks * chunk_values(quant) / 128
-        return max(1.0, units / sm_count) * clocks + shares * t.sums * _SHARE_CLOCKS
+        work = max(1.0, units / sm_count) * clocks + shares * t.sums * _SHARE_CLOCKS
+        return _LAUNCH_CLOCKS + work
 
     best = min(tiles, key=cost)
     token_tiles = ceil_div(tokens, best.tokens)
@@ -148,7 +150,8 @@ def plan(
     grid = min(sm_count * best.blocks, count * chunks, PARTIALS // (2 * best.rows * best.tokens))
     waves = count // grid if count % grid == 0 else max(0, count // grid - 1)
     units = (count - waves * grid) * chunks
-    return Plan(best, stages(quant, best, shared_limit), grid, waves, token_tiles, chunks, units)
+    of_tile = stages(quant, best, shared_limit)
+    return Plan(best, of_tile, grid, waves, token_tiles, chunks, units, cost(best))
 
 
 def instance(quant: QuantType, tile: Tile, stage_count: int) -> str:
@@ -166,15 +169,18 @@ def instances(types: Sequence[str]) -> list[str]:
     return [*products, *(f"peak<{q.cuda_name}>" for q in quants if has_peak(q)), "halve"]
 
 
-def instances_of(device: Device, quant: QuantType) -> set[str]:
-    """Those that the matrices of a type may need on a device."""
+def instances_of(device: Device, quant: QuantType) -> set[tuple[str, str]]:
+    """(stem, kernel) of those that the matrices of a type may need on a device."""
     fitting = {tile: stages(quant, tile, device.shared_limit) for tile in TILES}
-    products = {instance(quant, tile, count) for tile, count in fitting.items() if count >= 2}
-    return products | ({f"peak<{quant.cuda_name}>"} if has_peak(quant) else set())
+    names = {instance(quant, tile, count) for tile, count in fitting.items() if count >= 2}
+    if has_peak(quant):
+        names.add(f"peak<{quant.cuda_name}>")
+    few = {matmul_few.instance(quant, tiles) for tiles in matmul_few.TILES}
+    return {("matmul_f16", name) for name in names} | {("matmul_few", name) for name in few}
 
 
-class _Arguments(ctypes.Structure):
-    """F16Arguments of cuda/matmul_f16.cu."""
+class _Product(ctypes.Structure):
+    """F16Product of cuda/matmul_f16.cuh."""
 
     _fields_ = [
         ("w", ctypes.c_void_p * 3),
@@ -182,18 +188,32 @@ class _Arguments(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in (
                 *("peak", "up_peak", "h", "hs", "bias", "residual"),
-                *("y", "neurons", "neuron_scale", "partial", "arrived"),
+                *("y", "neurons", "neuron_scale"),
             )
         ],
-        *[
-            (name, ctypes.c_int32)
-            for name in (
-                *("n", "k", "tokens", "stride"),
-                *("token_tiles", "chunks", "waves", "whole", "units"),
-            )
-        ],
+        *[(name, ctypes.c_int32) for name in ("n", "k", "tokens", "stride")],
         ("begins", ctypes.c_int32 * 2),
         ("gated", ctypes.c_int32),
+    ]
+
+
+class _Tiled(ctypes.Structure):
+    """F16Arguments of cuda/matmul_f16.cu."""
+
+    _fields_ = [
+        ("product", _Product),
+        *[(name, ctypes.c_void_p) for name in ("partial", "arrived")],
+        *[(name, ctypes.c_int32) for name in ("token_tiles", "chunks", "waves", "whole", "units")],
+    ]
+
+
+class _Few(ctypes.Structure):
+    """FewArguments of cuda/matmul_few.cu."""
+
+    _fields_ = [
+        ("product", _Product),
+        *[(name, ctypes.c_void_p) for name in ("partial", "arrived")],
+        *[(name, ctypes.c_int32) for name in ("units", "all", "parts", "groups")],
     ]
 
 
@@ -259,7 +279,7 @@ def matmul_f16(
     w with its peak, or matrices above each other as `stack` gives them; x f16 of T rows of K; y,
     residual (T, stride) float32, may be the same array; bias (N,). Scratch for shared tiles:
     `partials` float32 of PARTIALS elements, `arrivals` int32 of ARRIVALS, zero before the first
-    call and left zero. `tile` forces one.
+    call and left zero. `tile` forces one, else few tokens have a kernel of their own.
     """
     matrices = weights if isinstance(weights, tuple) else (weights,)
     if len(stack(matrices)) != 1:
@@ -267,7 +287,7 @@ def matmul_f16(
     rows = sum(w.rows for w in matrices)
     stride = check_output("matmul_f16", y, residual, bias, x.tokens, rows, column)
     begins = [sum(w.rows for w in matrices[:n]) // ROWS for n in range(1, len(matrices))]
-    arguments = _Arguments(
+    product = _Product(
         w=tuple(w.data.data.ptr for w in matrices),
         begins=tuple([*begins, _NEVER, _NEVER][:2]),
         n=rows,
@@ -276,7 +296,7 @@ def matmul_f16(
         y=y.data.ptr + 4 * column,
         stride=stride,
     )
-    _launch(device, arguments, matrices[0], x, partials, arrivals, tile=tile)
+    _launch(device, product, matrices[0], x, partials, arrivals, tile)
 
 
 def gate_up_f16(
@@ -300,48 +320,89 @@ def gate_up_f16(
             f"up {up.quant.name} ({up.rows}, {up.cols})"
         )
     expect_halves("gate_up_f16", out, x.tokens, gate.rows)
-    arguments = _Arguments(
+    product = _Product(
         w=(gate.data.data.ptr, up.data.data.ptr), begins=(_NEVER, _NEVER), gated=1,
         n=gate.rows, up_peak=pointer(up.peak), neurons=pointer(out.h), neuron_scale=pointer(out.hs),
     )  # fmt: skip
-    _launch(device, arguments, gate, x, partials, arrivals, tile=tile)
+    _launch(device, product, gate, x, partials, arrivals, tile)
 
 
 def _launch(
     device: Device,
-    arguments: _Arguments,
+    product: _Product,
     w: Matrix,
     x: Activations,
     partials: DeviceArray,
     arrivals: DeviceArray,
-    *,
-    tile: Tile | None = None,
+    tile: Tile | None,
 ) -> None:
-    """What `arguments` begin, of matrices like w."""
-    tokens, gated = x.tokens, bool(arguments.gated)
-    expect_halves("matmul_f16", x, tokens, w.cols)
+    """What `product` begins, of matrices like w."""
+    gated = bool(product.gated)
+    expect_halves("matmul_f16", x, x.tokens, w.cols)
     if w.is_float and (w.quant.name not in HALVES or w.cols % 8):
         raise KernelError(
             f"matmul_f16: {w.quant.name} ({w.rows}, {w.cols}), expected {' or '.join(HALVES)} with "
             "a multiple of 8 columns"
         )
-    if has_peak(w.quant) and (w.peak is None or (gated and not arguments.up_peak)):
+    if has_peak(w.quant) and (w.peak is None or (gated and not product.up_peak)):
         raise KernelError("matmul_f16: a matrix without its peak: with_peak() finds it")
     if w.data.nbytes >= 1 << 32:
         raise KernelError(
             f"matmul_f16: a matrix of {w.data.nbytes} bytes, expected less than 4 GiB"
         )
-    sizes = (w.quant, arguments.n, w.cols, tokens, device.sm_count, device.shared_limit)
-    how = plan(*sizes, gated=gated, tile=tile)
     expect_room("matmul_f16", "partials", partials, PARTIALS, np.float32)
     expect_room("matmul_f16", "arrivals", arrivals, ARRIVALS, np.int32)
-    arguments.peak = pointer(w.peak)
-    arguments.h, arguments.hs = pointer(x.h), pointer(x.hs)
-    arguments.partial, arguments.arrived = pointer(partials), pointer(arrivals)
-    arguments.k, arguments.tokens = w.cols, tokens
-    arguments.token_tiles, arguments.chunks = how.token_tiles, how.chunks
-    arguments.waves, arguments.whole = how.waves, how.waves * how.grid
-    arguments.units = how.units
-    kernel = device.kernel("matmul_f16", instance(w.quant, how.tile, how.stages))
-    shared = shared_bytes(w.quant, how.tile, how.stages)
+    product.peak = pointer(w.peak)
+    product.h, product.hs = pointer(x.h), pointer(x.hs)
+    product.k, product.tokens = w.cols, x.tokens
+    sizes = (w.quant, product.n, product.k, x.tokens, device.sm_count, device.shared_limit)
+    tiled = plan(*sizes, gated=gated, tile=tile)
+    few = None if tile else matmul_few.plan(*sizes, gated=gated)
+    if few is not None and few.clocks(device.sm_count) < tiled.clocks:
+        _launch_few(device, product, w.quant, few, partials, arrivals)
+    else:
+        _launch_tiles(device, product, w.quant, tiled, partials, arrivals)
+
+
+def _launch_few(
+    device: Device,
+    product: _Product,
+    quant: QuantType,
+    how: matmul_few.Plan,
+    partials: DeviceArray,
+    arrivals: DeviceArray,
+) -> None:
+    arguments = _Few(
+        product=product,
+        partial=pointer(partials),
+        arrived=pointer(arrivals),
+        units=how.units,
+        all=how.all_units,
+        parts=how.parts,
+        groups=how.groups,
+    )
+    kernel = device.kernel("matmul_few", matmul_few.instance(quant, how.tiles))
+    kernel(how.grid, matmul_few.THREADS, arguments, shared=how.shared)
+
+
+def _launch_tiles(
+    device: Device,
+    product: _Product,
+    quant: QuantType,
+    how: Plan,
+    partials: DeviceArray,
+    arrivals: DeviceArray,
+) -> None:
+    arguments = _Tiled(
+        product=product,
+        partial=pointer(partials),
+        arrived=pointer(arrivals),
+        token_tiles=how.token_tiles,
+        chunks=how.chunks,
+        waves=how.waves,
+        whole=how.waves * how.grid,
+        units=how.units,
+    )
+    kernel = device.kernel("matmul_f16", instance(quant, how.tile, how.stages))
+    shared = shared_bytes(quant, how.tile, how.stages)
     kernel(how.grid, how.tile.threads, arguments, shared=shared)

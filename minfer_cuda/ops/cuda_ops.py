@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from minfer_cuda.config import Qwen2Config
 from minfer_cuda.kernels import Device, DeviceArray
 from minfer_cuda.kernels.attention import attention
 from minfer_cuda.kernels.attention import plan as attention_plan
-from minfer_cuda.kernels.elementwise import add, swiglu
+from minfer_cuda.kernels.elementwise import add, pick, swiglu
 from minfer_cuda.kernels.embed import embed
 from minfer_cuda.kernels.layouts import Activations, Matrix, Unnormed
 from minfer_cuda.kernels.matmul import matmul
@@ -31,10 +31,12 @@ Normed = Activations | Unnormed  # what rms_norm gives: rows, or a row that its 
 
 @dataclass(frozen=True)
 class Step:
-    """One call of the model: the ids and where the first of them sits, both in device memory."""
+    """One call of the model, in device memory: the ids, where the first of them sits and, where
+    more ids follow than are meant, which of them is the last."""
 
     tokens: DeviceArray  # (T,) int32
     position: DeviceArray  # (1,) int32
+    last: DeviceArray | None = None  # (1,) int32; None: T - 1
 
 
 class CudaOps:
@@ -65,7 +67,7 @@ class CudaOps:
         self._qkv_biases = qkv_biases
         # (width, one row?) -> logits, what a tap looks at; a captured step keeps the one-row ones
         self._results: dict[tuple[int, bool], DeviceArray] = {}
-        self._step = Step(workspace["tokens"][:1], workspace["position"])
+        self._step = Step(workspace["tokens"][:1], workspace["place"][:1])
 
     def set_step(self, step: Step) -> None:
         """The ids that `forward` is about to run over."""
@@ -172,9 +174,22 @@ class CudaOps:
         return out
 
     def tail(self, x: Rows, n: int) -> Rows:
+        if self._step.last is not None:
+            return self._last_row(x, self._step.last)
         if isinstance(x, Activations):
             return x.rows(x.tokens - n, x.tokens)
         return x[x.shape[0] - n :]
+
+    def _last_row(self, x: Rows, last: DeviceArray) -> Rows:
+        """Of the residual stream, or of attention's result in the forms that it has."""
+        if not isinstance(x, Activations):
+            row = self._buffers["last.x"]
+            pick(self.device, last, [(x, row)])
+            return row
+        names = [name for name in ("x", "qs", "ds", "h", "hs") if getattr(x, name) is not None]
+        rows = {name: self._buffers[f"last.mix.{name}"] for name in names}
+        pick(self.device, last, [(getattr(x, name), row) for name, row in rows.items()])
+        return replace(x, **rows)
 
     def _product(
         self,

@@ -18,7 +18,7 @@ from minfer_cuda.engine import COMPILING, LOADING, Progress, Token, check_rows, 
 from minfer_cuda.errors import ContextFullError, NumericsError, OutOfMemoryError, UsageError
 from minfer_cuda.gguf import GGUFFile, TensorInfo
 from minfer_cuda.kernels import Device, DeviceArray
-from minfer_cuda.kernels.layouts import Matrix, matrix_bytes
+from minfer_cuda.kernels.layouts import Matrix, ceil_div, matrix_bytes
 from minfer_cuda.kernels.matmul_f16 import instances_of, with_one_peak, with_peak
 from minfer_cuda.kernels.read import read_bandwidth
 from minfer_cuda.kernels.repack import repack
@@ -37,7 +37,7 @@ from minfer_cuda.workspace import Sizes, Workspace, workspace_bytes
 MIB = 1 << 20
 PIECE = 16 * MIB  # of a tensor, read from the file at once
 SLOTS = 8  # draws the host may leave unread
-GRAPH_ROWS = 64  # tokens of a prompt up to which a length seen before is replayed
+EXACT_ROWS = 16  # tokens of a prompt up to which each length has a graph of its own
 RESERVE = 96 * MIB  # left free for the sampler, graphs and the loaded kernels
 
 
@@ -56,6 +56,16 @@ class EagerSteps:
 
     def run(self, key: Hashable, step: Callable[[], None]) -> None:
         step()
+
+
+def graph_rows(count: int) -> int:
+    """The rows that a prompt of `count` tokens is run with, so that few graphs serve every length:
+    multiples of an eighth of the next power of two, at least of 16. What comes after the prompt
+    is hidden from it by the causal mask, and overwritten by what is said next."""
+    if count <= EXACT_ROWS:
+        return count
+    step = max(16, 1 << (count - 1).bit_length() >> 3)
+    return ceil_div(count, step) * step
 
 
 class CudaRunner:
@@ -100,8 +110,8 @@ class CudaRunner:
         blocks = [info for info in _matrices(file, self.config) if info.name.startswith("blk.")]
         # loading refuses types without kernels by name
         types = {info.quant for info in blocks if info.quant.cuda_name is not None}
-        names = [instances_of(self._device, q) for q in types if self._sizes.reads_f16(q)]
-        return [("matmul_f16", name) for name in sorted(set().union(*names))]
+        kernels = [instances_of(self._device, q) for q in types if self._sizes.reads_f16(q)]
+        return sorted(set().union(*kernels))
 
     def _upload(self, info: TensorInfo, read: Rows) -> DeviceArray | Matrix:
         if len(info.shape) == 1:
@@ -182,16 +192,19 @@ class CudaRunner:
         host = np.asarray(ids, np.int32)
         if host.min() < 0 or host.max() >= self.config.n_vocab:
             raise UsageError(f"a token id is not in 0..{self.config.n_vocab - 1}")
-        tokens, position = self._buffers["tokens"][:count], self._buffers["position"]
+        rows = graph_rows(count)
+        replayed = tap is None and n_out == 1 and rows <= min(self.n_batch, self.n_ctx - start)
+        host = np.pad(host, (0, rows - count if replayed else 0), mode="edge")
+        tokens, place = self._buffers["tokens"][: len(host)], self._buffers["place"]
         self._device.upload(host, into=tokens)
-        self._device.upload(np.array([start], np.int32), into=position)
-        step = Step(tokens, position)
-        if tap is None and n_out == 1 and count <= GRAPH_ROWS:
-            key = ("prefill", count, self.ops.fuse_qkv, self.ops.fuse_ffn)
+        self._device.upload(np.array([start, count - 1], np.int32), into=place)
+        if replayed:
+            step = Step(tokens, place[:1], place[1:] if rows > EXACT_ROWS else None)
+            key = ("prefill", rows, self.ops.fuse_qkv, self.ops.fuse_ffn)
             self._steps.run(key, lambda: self._forward(step, 1))
             self._logits = self._one_row
         else:
-            self._forward(step, n_out, tap)
+            self._forward(Step(tokens, place[:1]), n_out, tap)
 
     def _forward(self, step: Step, n_out: int, tap: Tap | None = None) -> None:
         self.ops.set_step(step)
