@@ -253,10 +253,8 @@ __global__ void __launch_bounds__(kThreads, 1) matmul_few(FewArguments a) {
     float4* sums = reinterpret_cast<float4*>(shared_bytes() + a.groups * F::kGroupBytes);
     uint32_t* tables = reinterpret_cast<uint32_t*>(sums + (kWarps + a.units) * kUnitSums);
     run_sums<Q, Tiles>(a, run, first, part, tables + threadIdx.x / kWarp * Piece<Q>::kTable, sums);
-    if (threadIdx.x == 0) {
-        unsigned* arrived = reinterpret_cast<unsigned*>(a.arrived + shared);
-        last = atomicInc(arrived, a.parts - 1) + 1 == static_cast<unsigned>(a.parts);
-    }
+    const int lane = threadIdx.x % kWarp, token = blockIdx.y * F::kTokens;
+    const int count = run.units * kUnitSums, stride = a.units * kUnitSums;
     const int shared = blockIdx.y * (gridDim.x / a.parts) + group;  // what parts of K add up to
     float4* shares = a.partial + static_cast<int64_t>(shared) * a.parts * stride;
     for (int i = threadIdx.x; i < count; i += kThreads) {
@@ -274,8 +272,10 @@ __global__ void __launch_bounds__(kThreads, 1) matmul_few(FewArguments a) {
     __threadfence();
     bool last = false;
     __syncthreads();
-    if (threadIdx.x == 0)
-        last = atomicInc(reinterpret_cast<unsigned*>(a.arrived + shared), a.parts - 1) + 1 == static_cast<unsigned>(a.parts);
+    if (threadIdx.x == 0) {
+        unsigned* arrived = reinterpret_cast<unsigned*>(a.arrived + shared);
+        last = atomicInc(arrived, a.parts - 1) + 1 == static_cast<unsigned>(a.parts);
+    }
     if (!__syncthreads_or(last)) return;
     __threadfence();
     for (int i = threadIdx.x; i < count; i += kThreads) {
