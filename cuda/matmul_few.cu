@@ -179,11 +179,11 @@ __device__ inline void run_sums(const FewArguments& a, const Run& run, int first
     int left = run.begin(warp + 1) - begin, unit = begin / run.chunks, chunk = begin - unit * run.chunks;
 
     // the reading side
-    int to_read = left, read_unit = first + unit, read_chunk = chunk;
+    int read_unit = first + unit, read_chunk = chunk;
     const uint8_t* strips[2];
     find_strips<Q>(strips, a, read_unit, lane);
-    auto read = [&](Piece<Q>& piece) {
-        if (to_read-- <= 0) return;
+    auto read = [&](Piece<Q>& piece, int ahead) {
+        if (ahead >= left) return;
         piece.load(a, strips, chunk0 + read_chunk, lane);
         if (++read_chunk < run.chunks) return;
         read_chunk = 0;
@@ -191,7 +191,7 @@ __device__ inline void run_sums(const FewArguments& a, const Run& run, int first
     };
     Piece<Q> pieces[kAhead];
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) read(pieces[i]);
+    for (int i = 0; i < kAhead; ++i) read(pieces[i], i);
     const Lifts<Q> lifts(a);
     pdl_wait();
     char* tokens = shared_bytes();
@@ -207,7 +207,7 @@ __device__ inline void run_sums(const FewArguments& a, const Run& run, int first
             if (left <= 0) break;
             pieces[i].fill(table, lifts, chunk0 + chunk, lane);
             multiply<Q, Tiles>(acc, pieces[i], table, tokens, lifts, chunk, lane);
-            read(pieces[i]);
+            read(pieces[i], kAhead);
             --left;
             if (++chunk < run.chunks && left > 0) continue;
 #pragma unroll

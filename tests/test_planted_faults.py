@@ -88,12 +88,24 @@ def float_product(device: SimtDevice) -> None:
     linear.test_float_products_equal_float64(device, by_name("F16"), 2)
 
 
-def halves(device: SimtDevice) -> None:
+def product(device: SimtDevice, name: str, n: int, k: int, tile: f16.Tile | None) -> None:
     scratch = {
         "partials": device.empty(f16.PARTIALS, np.float32),
         "arrivals": device.zeros(f16.ARRIVALS, np.int32),
     }
-    f16.test_products_of_float_types_equal_float64(device, scratch, by_name("F16"), 9)
+    f16.check(device, scratch, by_name(name), n, k, 9, tile)
+
+
+def halves(device: SimtDevice) -> None:
+    product(device, "F16", 21, 72, f16.NARROW)
+
+
+def few_halves(device: SimtDevice) -> None:
+    product(device, "F16", 21, 72, None)
+
+
+def few_records(device: SimtDevice) -> None:
+    product(device, "Q4_K", 77, 1024, None)
 
 
 def prefill(device: SimtDevice) -> None:
@@ -168,6 +180,13 @@ FAULTS = [
           halves, "out of bounds", "copy_async16(to + j * kAtOnce * kRowBytes"),
     Fault("a row's sections not where they are read", "matmul_f16.cu", "(first & 3) << 1",
           "(first & 1) << 1", halves, "values"),
+    Fault("values past the last column", "matmul_few.cu", "k < a.k ? ", "true ? ", few_halves,
+          "out of bounds|values", "values[r][i / 2]"),
+    Fault("a table read before it is filled", "matmul_few.cu",
+          "        __syncwarp();\n    }", "\n    }", few_records, "race|uninitialised",
+          "const ScalePairs<Q> pairs("),
+    Fault("tokens not waited for", "matmul_few.cu", "copy_async_wait<0>();\n    __syncthreads();",
+          "copy_async_wait<0>();\n", few_records, "uninitialised", "v[n] = "),
     Fault("misaligned vector", "matvec.cu", "return shared_bytes() + max(",
           "return shared_bytes() + 4 + max(", normed_matvec, "misaligned", "sums[i >> 5] ="),
 ]  # fmt: skip
