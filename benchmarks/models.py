@@ -28,7 +28,9 @@ from benchmarks.synthetic import write_synthetic
 
 ROOT = Path(__file__).resolve().parent.parent
 # around every row count at which another kernel or tile may begin, and between
-LENGTHS = "1,2,4,8,16,17,24,32,33,48,64,96,128,129,192,256,384,512,768,1024,1536,2048,3072,4096"
+LENGTHS = (
+    "1,2,4,8,16,17,24,32,33,48,64,65,96,128,129,192,256,257,384,512,768,1024,1536,2048,3072,4096"
+)
 WHAT = ("bench", "lengths")
 
 

@@ -27,15 +27,15 @@
 //         rounding of activations 700 times the divergence (kernels.md).
 #include "matmul_f16.cuh"
 
-// WarpsM x WarpsN warps, each MTiles x NTiles tiles of 16 rows x 8 tokens.
-template <int WarpsM, int WarpsN, int MTiles, int NTiles>
+// WarpsM x WarpsN warps, each MTiles x NTiles tiles of 16 rows x 8 tokens; Blocks of them an SM.
+template <int WarpsM, int WarpsN, int MTiles, int NTiles, int Blocks>
 struct Tile {
-    static constexpr int kWarpsN = WarpsN, kMTiles = MTiles, kNTiles = NTiles;
+    static constexpr int kWarpsN = WarpsN, kMTiles = MTiles, kNTiles = NTiles, kBlocks = Blocks;
     static constexpr int kThreads = WarpsM * WarpsN * kWarp;
     static constexpr int kRows = WarpsM * MTiles * 16, kStrips = kRows / 8;
     static constexpr int kTokens = WarpsN * NTiles * 8;
     static constexpr int kSums = MTiles * NTiles * 4;  // of a thread
-    static constexpr int kBlocks = 256 / kThreads;     // an SM: 255 registers a thread
+    static constexpr bool kSkips = Blocks == 3;        // leaves out tiles of tokens past the last
 };
 
 // The thread's place in its block; cheap to find again, so that no register holds it for long.
@@ -262,10 +262,11 @@ __device__ inline void row_fragments(uint32_t (&a)[2][4], const uint8_t* rows, u
         }
 }
 
-// acc += the chunk of a stage.
+// acc += the chunk of a stage; `tiles` of 8 tokens of the warp have tokens. All columns are read before the
+// rows, which is 10 % faster, or each where a branch may leave it out.
 template <class Q, class T>
 __device__ inline void multiply(float (&acc)[T::kMTiles][T::kNTiles][4], const char* stage, const uint32_t* table,
-                                const Lifts<Q>& lifts) {
+                                const Lifts<Q>& lifts, int tiles) {
     constexpr int kHalves = Chunk<Q>::kHalves, kTokenBytes = Stage<Q, T>::kTokenBytes;
     const Place<T> place;
     const unsigned lane = place.lane, g = lane >> 2, t = lane & 3, warp_m = place.warp_m, warp_n = place.warp_n;
@@ -275,27 +276,46 @@ __device__ inline void multiply(float (&acc)[T::kMTiles][T::kNTiles][4], const c
     const char* x = stage + (warp_n * T::kNTiles * 8 + g) * kTokenBytes + t * 16;
     const unsigned odd = (g & 1) * 64;  // the swizzle of an odd token's pieces: blocks change places
     typename Chunk<Q>::Lane l[T::kMTiles][2];
+    auto rows = [&](uint32_t (&to)[2][4], int m, int b) {
+        const uint8_t* strips = weights + m * 2 * Chunk<Q>::kStripBytes;
+        if constexpr (Q::kFloat)
+            row_fragments<Q>(to, strips + g * (Chunk<Q>::kStripBytes / 8) + t * 8, (g & 3) * 32, b, lifts);
+        else
+            record_fragments<Q>(to, l[m], strips, table + (m * 4 + b) * 16 * kHalves, lane, b);
+    };
+    auto columns = [&](uint32_t (&to)[2][2], int n, int b) {
+        const uint4 v = *reinterpret_cast<const uint4*>(x + n * 8 * kTokenBytes + (b & 2) * 64 + ((b & 1) * 64 ^ odd));
+        to[0][0] = v.x, to[0][1] = v.y, to[1][0] = v.z, to[1][1] = v.w;
+    };
 #pragma unroll
     for (int b = 0; b < Chunk<Q>::kValues / 32; ++b) {
-        uint4 v[T::kNTiles];
+        if constexpr (T::kSkips) {
+            uint32_t a[T::kMTiles][2][4];
 #pragma unroll
-        for (int n = 0; n < T::kNTiles; ++n)
-            v[n] = *reinterpret_cast<const uint4*>(x + n * 8 * kTokenBytes + (b & 2) * 64 + ((b & 1) * 64 ^ odd));
+            for (int m = 0; m < T::kMTiles; ++m) rows(a[m], m, b);
 #pragma unroll
-        for (int m = 0; m < T::kMTiles; ++m) {
-            const uint8_t* strips = weights + m * 2 * Chunk<Q>::kStripBytes;
-            uint32_t a[2][4];
-            if constexpr (Q::kFloat)
-                row_fragments<Q>(a, strips + g * (Chunk<Q>::kStripBytes / 8) + t * 8, (g & 3) * 32, b, lifts);
-            else
-                record_fragments<Q>(a, l[m], strips, table + (m * 4 + b) * 16 * kHalves, lane, b);
+            for (int n = 0; n < T::kNTiles; ++n) {
+                if (n >= tiles) break;
+                uint32_t v[2][2];
+                columns(v, n, b);
 #pragma unroll
-            for (int h = 0; h < 2; ++h)
+                for (int h = 0; h < 2; ++h)
 #pragma unroll
-                for (int n = 0; n < T::kNTiles; ++n) {
-                    const uint32_t two[2] = {h ? v[n].z : v[n].x, h ? v[n].w : v[n].y};
-                    mma_f16(acc[m][n], a[h], two);
-                }
+                    for (int m = 0; m < T::kMTiles; ++m) mma_f16(acc[m][n], a[m][h], v[h]);
+            }
+        } else {
+            uint32_t v[T::kNTiles][2][2];
+#pragma unroll
+            for (int n = 0; n < T::kNTiles; ++n) columns(v[n], n, b);
+#pragma unroll
+            for (int m = 0; m < T::kMTiles; ++m) {
+                uint32_t a[2][4];
+                rows(a, m, b);
+#pragma unroll
+                for (int h = 0; h < 2; ++h)
+#pragma unroll
+                    for (int n = 0; n < T::kNTiles; ++n) mma_f16(acc[m][n], a[h], v[n][h]);
+            }
         }
     }
 }
@@ -390,6 +410,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks) matmul_f16(F16Argumen
     while (at.tile >= 0) {
         const int tile = at.tile;
         float acc[T::kMTiles][T::kNTiles][4] = {};
+        const int tiles = T::kSkips ? ceil_div(a.tokens - tile % a.token_tiles * T::kTokens, 8) : T::kNTiles;
         do {
             copy_async_wait<Stages - 2>();
             __syncthreads();  // this chunk and its table are there, and everybody is done with the one before
@@ -397,7 +418,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks) matmul_f16(F16Argumen
             at.advance(a);
             if (at.tile >= 0)
                 convert_scales<Q, T>(tables + (parity ^ 1) * Stage<Q, T>::kTable, stage(0), at.chunk, Lifts<Q>(a));
-            multiply<Q, T>(acc, stage(0), tables + parity * Stage<Q, T>::kTable, lifts);
+            multiply<Q, T>(acc, stage(0), tables + parity * Stage<Q, T>::kTable, lifts, tiles);
             slot = slot + 1 < Stages ? slot + 1 : 0;
             parity ^= 1;
         } while (at.tile == tile);

@@ -310,15 +310,15 @@ def test_a_tile_that_blocks_share_has_the_same_bits_every_time(
     assert not device.download(scratch["arrivals"]).any()
 
 
-@pytest.mark.parametrize("tiles", [(9, 1), (17, 1), (8, 2)], ids=str)
+@pytest.mark.parametrize("tiles", [(13, 1), (25, 1), (12, 2)], ids=str)
 def test_whole_waves_and_shared_tiles_cover_everything(
     device: Device, scratch: dict[str, object], tiles: tuple[int, int]
 ) -> None:
-    """On 4 SMs, 8 blocks: a wave and a shared tile, two and one, two waves and none."""
+    """On 4 SMs, 12 blocks: a wave and a shared tile, two and one, two waves and none."""
     quant = by_name("Q4_0")
     if device.name != "SIMT shim":
         tiles = (tiles[0] * device.sm_count // 4, tiles[1])
-    n, tokens = 128 * tiles[0] - 5, 32 * tiles[1] - 3
+    n, tokens = 128 * tiles[0] - 5, 64 * tiles[1] - 37
     check(device, scratch, quant, n, 256, tokens, NARROW)
 
 

@@ -32,7 +32,9 @@ class Tile:
     warps_n: int
     m_tiles: int
     n_tiles: int
-    clocks: int  # of an SM for 128 values of K of a tile, where many follow (H200)
+    blocks: int  # that share an SM
+    clocks: int  # of an SM for 128 values of K of a tile, where many follow (H200),
+    more: int = 0  # and for each 8 tokens of it
 
     @property
     def threads(self) -> int:
@@ -51,14 +53,9 @@ class Tile:
         """Of a thread."""
         return self.m_tiles * self.n_tiles * 4
 
-    @property
-    def blocks(self) -> int:
-        """Blocks that share an SM: Tile::kBlocks."""
-        return 256 // self.threads
 
-
-SQUARE = Tile(2, 2, 4, 8, 3850)  # 128 rows x 128 tokens: 290 TFLOP/s at 2,048 tokens
-NARROW = Tile(4, 1, 2, 4, 1370)  # 128 x 32: 175
+SQUARE = Tile(2, 2, 4, 8, 2, 3850)  # 128 rows x 128 tokens: 290 TFLOP/s at 2,048 tokens
+NARROW = Tile(4, 1, 2, 8, 3, 1240, 137)  # 128 x 64: 190 at 64
 TILES = (NARROW, SQUARE)
 ROWS = 128  # of each
 _LAUNCH_CLOCKS = 14000  # of a launch, whatever it does
@@ -140,7 +137,8 @@ def plan(
         count = ceil_div(in_all, t.rows) * ceil_div(tokens, t.tokens)
         units, blocks = count * chunks, sm_count * t.blocks
         shares = 0 if count % blocks == 0 else min(blocks, units) / min(count, blocks)
-        clocks = t.clocks * chunk_values(quant) / 128
+        clocks = t.clocks + t.more * ceil_div(tokens, 8) / ceil_div(tokens, t.tokens)
+        clocks *= chunk_values(quant) / 128
         work = max(1.0, units / sm_count) * clocks + shares * t.sums * _SHARE_CLOCKS
         return _LAUNCH_CLOCKS + work
 
@@ -156,7 +154,7 @@ def plan(
 
 def instance(quant: QuantType, tile: Tile, stage_count: int) -> str:
     """The kernel's name."""
-    sizes = f"{tile.warps_m}, {tile.warps_n}, {tile.m_tiles}, {tile.n_tiles}"
+    sizes = f"{tile.warps_m}, {tile.warps_n}, {tile.m_tiles}, {tile.n_tiles}, {tile.blocks}"
     return f"matmul_f16<{quant.cuda_name}, Tile<{sizes}>, {stage_count}>"
 
 
