@@ -21,8 +21,8 @@
 //         values of K: 64 mma = 397 clocks; 72 (nibbles) to 130 (Q6_K) instructions of unpacking, 10
 //         to 14 LDS.128 and 4 LDS.64 (48-60 of the 100 clocks of shared memory that 64 mma take of
 //         an SM). Tiles of 128 x 128 read 26 bytes a clock and SM from L2. Measured 290 TFLOP/s at 2,048
-//         tokens (7B, Q4_K), as much as tiles of 256 x 128; 128 x 32 175, and the better up to
-//         64 to 128 tokens; up to 16 matmul_few.cu. Tokens past the last are not read.
+//         tokens (7B, Q4_K), as much as tiles of 256 x 128; 128 x 64 190 at 64 tokens, three
+//         blocks an SM, and tiles of 8 tokens past the last are left out. Few tokens: matmul_few.cu.
 // Why not int8: a scale every 32 values costs more than the products (matmul.cu: 100 TOP/s) and its
 //         rounding of activations 700 times the divergence (kernels.md).
 #include "matmul_f16.cuh"

@@ -259,6 +259,7 @@ def test_a_plan_for_few_tokens_fits_the_card_and_covers_the_product(card: tuple[
                         assert tokens > 16 or cols > 4096
                         continue
                     assert how.shared <= card[1] and how.partials <= matmul_few.PARTIALS
+                    assert how.arrivals <= matmul_few.ARRIVALS
                     assert how.units * how.grid[0] >= how.all_units * how.parts
                     assert (how.parts - 1) * how.groups * 128 < cols <= how.parts * how.groups * 128
                     assert how.token_blocks * how.tiles * 8 >= tokens

@@ -19,7 +19,7 @@ from minfer_cuda.kernels.matmul import check_output
 from minfer_cuda.quants import HALVES, QuantType, by_name
 
 PARTIALS = matmul_few.PARTIALS  # most float32 elements of shared tiles' sums, too
-ARRIVALS = 4096  # most shared tiles
+ARRIVALS = matmul_few.ARRIVALS  # most shared tiles, too
 _NEVER = 1 << 30  # a row tile past all
 _RESERVED = 1 << 10  # bytes of shared memory that the driver keeps of each block
 

@@ -10,6 +10,7 @@ from minfer_cuda.kernels.layouts import ceil_div, padded
 from minfer_cuda.quants import HALVES, QuantType, by_name
 
 PARTIALS = 9 << 20  # most float32 elements of the parts' sums (36 MiB)
+ARRIVALS = 4096  # most counters of what parts add up to
 HALVED = ("Q2_K", "Q3_K", "Q6_K")  # a scale every 16 values: two pairs a block in the tables
 TILES = (2, 4)  # of 8 tokens, of a block
 THREADS = 512
@@ -34,15 +35,22 @@ class Plan:
     shared: int  # bytes of a block: tokens, sums of units' pieces, a table of pairs a warp
 
     @property
+    def row_groups(self) -> int:
+        return ceil_div(self.all_units, self.units)
+
+    @property
     def grid(self) -> tuple[int, int]:
-        """Row groups times parts, token blocks."""
-        return ceil_div(self.all_units, self.units) * self.parts, self.token_blocks
+        return self.row_groups * self.parts, self.token_blocks
+
+    @property
+    def arrivals(self) -> int:
+        """int32 counters of scratch."""
+        return self.row_groups * self.token_blocks if self.parts > 1 else 0
 
     @property
     def partials(self) -> int:
         """float32 elements of scratch."""
-        sums = self.units * self.tiles * 8 * 16
-        return self.grid[0] * self.token_blocks * sums if self.parts > 1 else 0
+        return self.arrivals * self.parts * self.units * self.tiles * 8 * 16
 
     def clocks(self, sm_count: int) -> int:
         """What it takes about: few parts copy more tokens a block, many have more to add up."""
@@ -95,13 +103,13 @@ def plan(
     *,
     gated: bool = False,
 ) -> Plan | None:
-    """The cheapest cut; None where memory, of a block or for parts' sums, suffices for none.
+    """The cheapest cut; None where shared memory or scratch suffices for none.
 
     `rows` of one matrix; a gated product has as many of the second.
     """
     units = padded(rows) // 8 if gated else ceil_div(rows, 16)
     cuts = _cuts(quant, units, ceil_div(cols, 128), tokens, sm_count, shared_limit)
-    fitting = [how for how in cuts if how.partials <= PARTIALS]
+    fitting = [how for how in cuts if how.partials <= PARTIALS and how.arrivals <= ARRIVALS]
     return min(fitting, key=lambda how: how.clocks(sm_count), default=None)
 
 
