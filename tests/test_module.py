@@ -88,6 +88,18 @@ def test_kernels_compile_on_threads_once_each_with_progress(
     assert sorted(driver.loaded) == ["_Zfill<1>", "_Zfill<2>", "_Zfill<3>"]
 
 
+def test_a_source_is_read_once_for_all_its_instances(
+    cupy: FakeCupy, compiles: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    source = module.Source
+    monkeypatch.setattr(module, "Source", lambda *of: (read.append(of[0]), source(*of))[1])
+    device = device_on(FakeDriver())
+    device.compile([("norm", "rms_norm"), ("elementwise", "add")])
+    device.kernel("elementwise", "swiglu")
+    assert read == ["norm", "elementwise"]
+
+
 def test_only_what_the_disk_cache_lacks_is_compiled_and_counted(
     cupy: FakeCupy, compiles: list[str]
 ) -> None:

@@ -99,22 +99,33 @@ def parameter_count(source: str, stem: str, name: str) -> int:
     return found[1].count(",") + 1 if found[1].strip() else 0
 
 
-class Request:
-    """The instance `name` (`matvec<Q4_K>`) of cuda/<stem>.cu for compute capability arch/10.
+class Source:
+    """cuda/<stem>.cu as NVRTC gets it for compute capability arch/10: read once for all instances.
 
-    It is in the disk cache where source, name, options and NVRTC are the same. A source with the
-    line `// arch-specific: sm_90a` is compiled for sm_90a when arch is 90.
+    A source with the line `// arch-specific: sm_90a` is compiled for sm_90a when arch is 90.
     """
 
-    def __init__(self, stem: str, name: str, arch: int):
-        """Raises KernelError for a file or a kernel that does not exist."""
-        self._stem = stem
+    def __init__(self, stem: str, arch: int):
+        """Raises KernelError for a missing file."""
+        self.stem = stem
+        self.text = expand_source(stem)
+        self.options = compile_options(self.text, arch)
+        self.key = json.dumps([self.text, self.options, nvrtc_version()])
+
+
+class Request:
+    """The instance `name` (`matvec<Q4_K>`) of a source.
+
+    It is in the disk cache where source, name, options and NVRTC are the same.
+    """
+
+    def __init__(self, source: Source, name: str):
+        """Raises KernelError for a kernel that does not exist."""
+        self._source = source
         self._name = name
-        self._source = expand_source(stem)
-        self._options = compile_options(self._source, arch)
-        self._n_parameters = parameter_count(self._source, stem, name)
-        key = json.dumps([self._source, name, self._options, nvrtc_version()])
-        self._entry = _cache_folder() / f"{hashlib.sha256(key.encode()).hexdigest()}.cubin"
+        self._n_parameters = parameter_count(source.text, source.stem, name)
+        key = hashlib.sha256(f"{name}\n{source.key}".encode()).hexdigest()
+        self._entry = _cache_folder() / f"{key}.cubin"
 
     def cached(self) -> Cubin | None:
         """What the disk cache has; None where that is nothing, or nothing whole."""
@@ -122,7 +133,8 @@ class Request:
 
     def compiled(self) -> Cubin:
         """By NVRTC, for up to seconds. Raises KernelError with the compiler's first errors."""
-        return _compile(self._stem, self._name, self._source, self._options)
+        source = self._source
+        return _compile(source.stem, self._name, source.text, source.options)
 
     def keep(self, cubin: Cubin) -> None:
         """Into the disk cache; where that does not work, say so once."""
@@ -131,7 +143,7 @@ class Request:
 
 def compile_cubin(stem: str, name: str, arch: int) -> Cubin:
     """See `Request`: cached, or compiled and kept. Raises KernelError."""
-    request = Request(stem, name, arch)
+    request = Request(Source(stem, arch), name)
     cubin = request.cached()
     if cubin is None:
         cubin = request.compiled()

@@ -13,7 +13,7 @@ from numpy.typing import DTypeLike
 
 from minfer_cuda.errors import DeviceError, KernelError, MinferError, OutOfMemoryError
 from minfer_cuda.kernels import DeviceArray
-from minfer_cuda.kernels.compiler import Cubin, Request, nvrtc_version
+from minfer_cuda.kernels.compiler import Cubin, Request, Source, nvrtc_version
 from minfer_cuda.kernels.driver import Driver, DriverFailure
 from minfer_cuda.kernels.launch import CudaKernel, LaunchQueue, Limits, argument_words
 
@@ -52,6 +52,7 @@ class CudaDevice:
             self.stream = self._cupy.cuda.Stream(non_blocking=True)
         self.queue = LaunchQueue(driver, context, self.stream.ptr, limits, self.arch)
         self._kernels: dict[tuple[str, str], CudaKernel] = {}
+        self._sources: dict[str, Source] = {}
         self._frozen = False
 
     @staticmethod
@@ -107,7 +108,7 @@ class CudaDevice:
             return
         pool = ThreadPoolExecutor(max_workers=min(len(wanted), os.cpu_count() or 1))
         try:
-            requests = [Request(stem, name, self.arch) for stem, name in wanted]
+            requests = [Request(self._source(stem), name) for stem, name in wanted]
             kept = zip(requests, pool.map(Request.cached, requests), strict=True)
             cubins = {request: cubin for request, cubin in kept if cubin is not None}
             jobs = {pool.submit(r.compiled): r for r in requests if r not in cubins}
@@ -126,6 +127,12 @@ class CudaDevice:
             pool.shutdown(wait=False, cancel_futures=True)
         for pair, request in zip(wanted, requests, strict=True):
             self._load(*pair, cubins[request])
+
+    def _source(self, stem: str) -> Source:
+        found = self._sources.get(stem)
+        if found is None:
+            found = self._sources[stem] = Source(stem, self.arch)
+        return found
 
     def _load(self, stem: str, name: str, cubin: Cubin) -> None:
         try:
