@@ -16,7 +16,7 @@ of the sampler. The promises, each with its figures in the result DIR/endurance-
                short prompt, the median of five runs each, so that depth and sampler are alike
 
 Exits with 1 where one is broken. The warm-up makes what is made once for a kind of request: kernels
-of every sampler, graphs of every short prompt's length.
+of every sampler, and the few graphs that serve prompts of every length.
 """
 
 from __future__ import annotations

@@ -199,6 +199,13 @@ def kernels_of(device: Device, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
+def forced(device: Device, monkeypatch: pytest.MonkeyPatch, how: matmul_few.Plan) -> list[str]:
+    """The same, where every product is cut up so."""
+    monkeypatch.setattr(matmul_few, "plan", lambda *sizes, gated: how)
+    monkeypatch.setattr(matmul_few.Plan, "clocks", lambda self, sm_count: 0)
+    return kernels_of(device, monkeypatch)
+
+
 @pytest.mark.parametrize("tokens", [5, 19])
 @pytest.mark.parametrize("quant", QUANTISED, ids=ids)
 def test_few_tokens_of_every_type_equal_float64(
@@ -230,9 +237,7 @@ def test_few_tokens_equal_float64_however_the_product_is_cut(
     quant, (units, parts, tokens) = by_name(name), cut
     n, k = (330, 1280) if units > 16 else (77, 1280)
     how = matmul_few.cut(quant, ceil_div(n, 16), 10, tokens, units, ceil_div(10, parts))
-    monkeypatch.setattr(matmul_few, "plan", lambda *sizes, gated: how)
-    monkeypatch.setattr(matmul_few.Plan, "clocks", lambda self, sm_count: 0)
-    asked = kernels_of(device, monkeypatch)
+    asked = forced(device, monkeypatch, how)
     rng = np.random.default_rng(21)
     w, values = matrix(device, rng, quant, n, k)
     x = rng.standard_normal((tokens, k)).astype(np.float32)
@@ -433,14 +438,43 @@ def test_only_neighbours_that_one_launch_can_take_are_stacked(device: Device) ->
 def test_gate_and_up_in_one_launch_equal_float64(
     device: Device, scratch: dict[str, object], name: str
 ) -> None:
-    quant = by_name(name)
-    tokens, f, k = 19, 160, columns(quant)
+    check_gated(device, scratch, by_name(name), 19, NARROW)
+
+
+# units of a block, parts of K, tokens: a unit of a warp's pieces, the last block short; two blocks
+# of tokens whose parts are added up
+@pytest.mark.parametrize("cut", [(3, 1, 11), (5, 2, 37)], ids=str)
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q8_0", *HALVES])
+def test_gate_and_up_of_few_tokens_equal_float64(
+    device: Device,
+    scratch: dict[str, object],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    cut: tuple[int, int, int],
+) -> None:
+    quant, (units, parts, tokens) = by_name(name), cut
+    groups = ceil_div(columns(quant), 128)
+    how = matmul_few.cut(quant, 256 // 8, groups, tokens, units, ceil_div(groups, parts))
+    asked = forced(device, monkeypatch, how)
+    check_gated(device, scratch, quant, tokens)
+    assert matmul_few.instance(quant, how.tiles) in asked
+    assert not device.download(scratch["arrivals"]).any()
+
+
+def check_gated(
+    device: Device,
+    scratch: dict[str, object],
+    quant: QuantType,
+    tokens: int,
+    tile: Tile | None = None,
+) -> None:
+    f, k = 160, columns(quant)
     rng = np.random.default_rng(10)
     gate, g = matrix(device, rng, quant, f, k)
     up, u = matrix(device, rng, quant, f, k)
     x = rng.standard_normal((tokens, k)).astype(np.float32) * 3
     out = Activations.empty(device, tokens, f, f16=True)
-    gate_up_f16(device, gate, up, halved(device, x), out, tile=NARROW, **scratch)
+    gate_up_f16(device, gate, up, halved(device, x), out, tile=tile, **scratch)
     h = unpermute(device.download(out.h)).astype(np.float64)
     assert not h[:, f:].any()
     y = h[:, :f] * device.download(out.hs)[:, None].astype(np.float64)

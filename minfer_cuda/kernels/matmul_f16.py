@@ -92,7 +92,7 @@ def stages(quant: QuantType, tile: Tile, shared_limit: int) -> int:
     room = (shared_limit + _RESERVED) // tile.blocks - _RESERVED
     fitting = [n for n in (4, 3, 2) if shared_bytes(quant, tile, n) <= room]
     if not fitting and shared_bytes(quant, tile, 2) <= shared_limit:
-        return 2  # one block an SM
+        return 2  # fewer blocks an SM
     return fitting[0] if fitting else 0
 
 
