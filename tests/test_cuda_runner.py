@@ -296,22 +296,31 @@ class Noting(Eager):
 def test_rows_behind_a_prompt_change_nothing_of_it(
     device: Device, mixed: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    """18 tokens are run as 32 rows where the context has room, else as they are: the same logits
-    but for sums of another order, also of the token that comes next."""
+    """18 tokens are run as 32 rows, or as the 20 of a batch; with a tap as they are. The logits are
+    the same but for sums of another order, also of the token that comes next."""
     monkeypatch.setenv("MINFER_PREFILL", path)
     ids = [*IDS, 9, 8, 7, 6, 5, 4, 3]
     results = []
-    for n_ctx, rows in ((33, [32]), (20, [])):
-        runner = runner_of(device, mixed, n_ctx=n_ctx, kv_type="f32")
+    for n_batch, tap, rows in ((64, None, [32]), (20, None, [20]), (64, lambda *seen: None, [])):
+        runner = runner_of(device, mixed, n_ctx=33, kv_type="f32", n_batch=n_batch)
         noting = runner._steps = Noting()  # type: ignore[assignment]
-        runner.prefill(ids, 0)
+        runner.forward(ids, 0, 1, tap)
         assert [key[1] for key in noting.keys] == rows  # type: ignore[index]
         first = runner.logits()
         runner.prefill([77], len(ids))
         results.append((first, runner.logits()))
-    for one, other in zip(*results, strict=True):
-        assert relative(one, other) < 1e-3
-    assert relative(results[0][0], cpu_logits(mixed, ids, 1)) < 0.05
+    *padded, exact = results
+    for one in padded:
+        assert relative(one[0], exact[0]) < 1e-3 and relative(one[1], exact[1]) < 1e-3
+    assert relative(exact[0], cpu_logits(mixed, ids, 1)) < 0.05
+
+
+def test_a_prompt_near_the_end_of_the_context_is_run_as_it_is(device: Device, mixed: Path) -> None:
+    runner = runner_of(device, mixed, n_ctx=30)
+    noting = runner._steps = Noting()  # type: ignore[assignment]
+    runner.prefill(IDS, 0)
+    runner.prefill(IDS + IDS[:8], len(IDS))
+    assert [key[1] for key in noting.keys] == [len(IDS)]  # type: ignore[index]
 
 
 def test_rollback_and_replay_give_the_same_bits(device: Device, mixed: Path) -> None:

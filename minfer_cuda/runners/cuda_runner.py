@@ -192,8 +192,8 @@ class CudaRunner:
         host = np.asarray(ids, np.int32)
         if host.min() < 0 or host.max() >= self.config.n_vocab:
             raise UsageError(f"a token id is not in 0..{self.config.n_vocab - 1}")
-        rows = graph_rows(count)
-        replayed = tap is None and n_out == 1 and rows <= min(self.n_batch, self.n_ctx - start)
+        rows = min(graph_rows(count), self.n_batch)
+        replayed = tap is None and n_out == 1 and rows <= self.n_ctx - start
         host = np.pad(host, (0, rows - count if replayed else 0), mode="edge")
         tokens, place = self._buffers["tokens"][: len(host)], self._buffers["place"]
         self._device.upload(host, into=tokens)
