@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -292,17 +293,18 @@ class Noting(Eager):
         step()
 
 
-@pytest.mark.parametrize("path", ["int8", "f16"])
+@pytest.mark.parametrize("path", ["int8", "f16", "float32"])
 def test_rows_behind_a_prompt_change_nothing_of_it(
-    device: Device, mixed: Path, monkeypatch: pytest.MonkeyPatch, path: str
+    device: Device, mixed: Path, floats: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     """18 tokens are run as 32 rows, or as the 20 of a batch; with a tap as they are. The logits are
     the same but for sums of another order, also of the token that comes next."""
-    monkeypatch.setenv("MINFER_PREFILL", path)
+    monkeypatch.setenv("MINFER_PREFILL", "" if path == "float32" else path)
+    model = floats if path == "float32" else mixed
     ids = [*IDS, 9, 8, 7, 6, 5, 4, 3]
     results = []
     for n_batch, tap, rows in ((64, None, [32]), (20, None, [20]), (64, lambda *seen: None, [])):
-        runner = runner_of(device, mixed, n_ctx=33, kv_type="f32", n_batch=n_batch)
+        runner = runner_of(device, model, n_ctx=33, kv_type="f32", n_batch=n_batch)
         noting = runner._steps = Noting()  # type: ignore[assignment]
         runner.forward(ids, 0, 1, tap)
         assert [key[1] for key in noting.keys] == rows  # type: ignore[index]
@@ -312,7 +314,7 @@ def test_rows_behind_a_prompt_change_nothing_of_it(
     *padded, exact = results
     for one in padded:
         assert relative(one[0], exact[0]) < 1e-3 and relative(one[1], exact[1]) < 1e-3
-    assert relative(exact[0], cpu_logits(mixed, ids, 1)) < 0.05
+    assert relative(exact[0], cpu_logits(model, ids, 1)) < 0.05
 
 
 def test_a_prompt_near_the_end_of_the_context_is_run_as_it_is(device: Device, mixed: Path) -> None:
@@ -321,6 +323,48 @@ def test_a_prompt_near_the_end_of_the_context_is_run_as_it_is(device: Device, mi
     runner.prefill(IDS, 0)
     runner.prefill(IDS + IDS[:8], len(IDS))
     assert [key[1] for key in noting.keys] == [len(IDS)]  # type: ignore[index]
+
+
+class Recorded(Eager):
+    """Steps as graphs run them: every time the launches of the first, on the same arrays."""
+
+    def __init__(self, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.launches: dict[Hashable, list[Callable[[], None]]] = {}
+        self._device = device
+        self._monkeypatch = monkeypatch
+
+    def run(self, key: Hashable, step: Callable[[], None]) -> None:
+        if key not in self.launches:
+            self.launches[key] = self._record(step)
+        for launch in self.launches[key]:
+            launch()
+
+    def _record(self, step: Callable[[], None]) -> list[Callable[[], None]]:
+        launches: list[Callable[[], None]] = []
+        kernel = self._device.kernel
+
+        def noting(*name: str) -> Callable[..., None]:
+            launch = kernel(*name)
+            return lambda *args, **how: launches.append(partial(launch, *args, **how))
+
+        with self._monkeypatch.context() as patch:
+            patch.setattr(self._device, "kernel", noting)
+            step()
+        return launches
+
+
+def test_one_graph_serves_every_prompt_of_its_rows(
+    device: Device, mixed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """18, 25 and 32 tokens, wherever they begin: the bits of eager launches."""
+    eager = runner_of(device, mixed, n_ctx=64)
+    recorded = runner_of(device, mixed, n_ctx=64)
+    steps = recorded._steps = Recorded(device, monkeypatch)  # type: ignore[assignment]
+    for count, start in ((18, 0), (25, 18), (32, 5)):
+        for runner in (eager, recorded):
+            runner.prefill((IDS * 3)[:count], start)
+        assert np.array_equal(recorded.logits(), eager.logits())
+    assert [key[1] for key in steps.launches] == [32]  # type: ignore[index]
 
 
 def test_rollback_and_replay_give_the_same_bits(device: Device, mixed: Path) -> None:
