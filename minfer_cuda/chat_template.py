@@ -58,7 +58,7 @@ class ChatTemplate:
         """A template given by its source; there is no replacement for it."""
         self._source: str | None = source
         self._fallback_reason = ""  # why `_source` is None
-        self._has_chatml = False
+        self._tokens: Sequence[str] = ()  # those of ChatML among them can replace `_source`
         texts = {"bos_token": bos_text, "eos_token": eos_text}
         self._variables = {name: text for name, text in texts.items() if text is not None}
         self._notices: tuple[str, ...] = ()
@@ -83,7 +83,7 @@ class ChatTemplate:
         template_process.start()
         template = cls("", **texts)
         template._source, template._fallback_reason = _find(metadata)
-        template._has_chatml = "<|im_start|>" in metadata["tokenizer.ggml.tokens"]
+        template._tokens = metadata["tokenizer.ggml.tokens"]
         return template
 
     @property
@@ -102,7 +102,7 @@ class ChatTemplate:
                 return self._source
             except TemplateError as error:
                 problem = f"the chat template does not render: {error}"
-        if not self._has_chatml:
+        if "<|im_start|>" not in self._tokens:
             raise TemplateError(f"{problem}; {OVERRIDE_HINT}")
         self._notices = (f"{problem}; ChatML is used instead",)
         return CHATML

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from minfer_cuda import template_process
 from minfer_cuda.chat_template import ChatTemplate
 from minfer_cuda.errors import TemplateError, TokenizerError, UsageError
+from minfer_cuda.gguf import GGUFFile
+from minfer_cuda.gguf_header import Strings
 
 KEY = "tokenizer.chat_template"
 HI = [{"role": "user", "content": "Hi"}]
@@ -216,6 +218,14 @@ def test_among_named_templates_the_default_is_taken(tiny_metadata):
     assert ChatTemplate.from_metadata(tiny_metadata).render(HI) == "D"
     tiny_metadata[KEY] = "M"
     assert ChatTemplate.from_metadata(tiny_metadata).render(HI) == "M"
+
+
+def test_no_vocabulary_is_searched_for_a_template_that_renders(model, monkeypatch):
+    """It would be decoded for it, which takes longer than reading the file's header."""
+    monkeypatch.setattr(Strings, "__iter__", lambda self: pytest.fail("all tokens are decoded"))
+    with GGUFFile.open(model) as file:
+        template = ChatTemplate.from_metadata(file.metadata)
+        assert template.source == file.metadata[KEY] and template.notices == ()
 
 
 def test_metadata_without_a_vocabulary_is_refused():

@@ -181,7 +181,7 @@ def test_a_template_that_cannot_be_used_gives_way_to_chatml_and_says_so_once(tmp
 def test_without_any_template_only_raw_prompts_work(tmp_path):
     path = write_gguf(tmp_path / "m.gguf", chat_template=None)
     with LLM(path, n_ctx=64, device="cpu") as llm:
-        llm._template._has_chatml = False  # as for a vocabulary without <|im_start|>
+        llm._template._tokens = ()  # as for a vocabulary without <|im_start|>
         with pytest.raises(TemplateError, match="--chat-template"):
             llm.generate("hi")
         assert llm.generate("hi", raw=True).stats.prompt_tokens >= 1
