@@ -16,6 +16,7 @@ from minfer_cuda.kernels import Device, DeviceArray, matmul_few
 from minfer_cuda.kernels.checks import expect, expect_halves, expect_room, pointer
 from minfer_cuda.kernels.layouts import Activations, Matrix, ceil_div, padded, record_cols
 from minfer_cuda.kernels.matmul import check_output
+from minfer_cuda.kernels.matmul_few import Product
 from minfer_cuda.quants import HALVES, QuantType, by_name
 
 PARTIALS = matmul_few.PARTIALS  # most float32 elements of shared tiles' sums, too
@@ -177,41 +178,13 @@ def instances_of(device: Device, quant: QuantType) -> set[tuple[str, str]]:
     return {("matmul_f16", name) for name in names} | {("matmul_few", name) for name in few}
 
 
-class _Product(ctypes.Structure):
-    """F16Product of cuda/matmul_f16.cuh."""
-
-    _fields_ = [
-        ("w", ctypes.c_void_p * 3),
-        *[
-            (name, ctypes.c_void_p)
-            for name in (
-                *("peak", "up_peak", "h", "hs", "bias", "residual"),
-                *("y", "neurons", "neuron_scale"),
-            )
-        ],
-        *[(name, ctypes.c_int32) for name in ("n", "k", "tokens", "stride")],
-        ("begins", ctypes.c_int32 * 2),
-        ("gated", ctypes.c_int32),
-    ]
-
-
 class _Tiled(ctypes.Structure):
     """F16Arguments of cuda/matmul_f16.cu."""
 
     _fields_ = [
-        ("product", _Product),
+        ("product", Product),
         *[(name, ctypes.c_void_p) for name in ("partial", "arrived")],
         *[(name, ctypes.c_int32) for name in ("token_tiles", "chunks", "waves", "whole", "units")],
-    ]
-
-
-class _Few(ctypes.Structure):
-    """FewArguments of cuda/matmul_few.cu."""
-
-    _fields_ = [
-        ("product", _Product),
-        *[(name, ctypes.c_void_p) for name in ("partial", "arrived")],
-        *[(name, ctypes.c_int32) for name in ("units", "all", "parts", "groups")],
     ]
 
 
@@ -285,7 +258,7 @@ def matmul_f16(
     rows = sum(w.rows for w in matrices)
     stride = check_output("matmul_f16", y, residual, bias, x.tokens, rows, column)
     begins = [sum(w.rows for w in matrices[:n]) // ROWS for n in range(1, len(matrices))]
-    product = _Product(
+    product = Product(
         w=tuple(w.data.data.ptr for w in matrices),
         begins=tuple([*begins, _NEVER, _NEVER][:2]),
         n=rows,
@@ -318,7 +291,7 @@ def gate_up_f16(
             f"up {up.quant.name} ({up.rows}, {up.cols})"
         )
     expect_halves("gate_up_f16", out, x.tokens, gate.rows)
-    product = _Product(
+    product = Product(
         w=(gate.data.data.ptr, up.data.data.ptr), begins=(_NEVER, _NEVER), gated=1,
         n=gate.rows, up_peak=pointer(up.peak), neurons=pointer(out.h), neuron_scale=pointer(out.hs),
     )  # fmt: skip
@@ -327,7 +300,7 @@ def gate_up_f16(
 
 def _launch(
     device: Device,
-    product: _Product,
+    product: Product,
     w: Matrix,
     x: Activations,
     partials: DeviceArray,
@@ -357,35 +330,14 @@ def _launch(
     tiled = plan(*sizes, gated=gated, tile=tile)
     few = None if tile else matmul_few.plan(*sizes, gated=gated)
     if few is not None and few.clocks(device.sm_count) < tiled.clocks:
-        _launch_few(device, product, w.quant, few, partials, arrivals)
+        matmul_few.launch(device, product, w.quant, few, partials, arrivals)
     else:
         _launch_tiles(device, product, w.quant, tiled, partials, arrivals)
 
 
-def _launch_few(
-    device: Device,
-    product: _Product,
-    quant: QuantType,
-    how: matmul_few.Plan,
-    partials: DeviceArray,
-    arrivals: DeviceArray,
-) -> None:
-    arguments = _Few(
-        product=product,
-        partial=pointer(partials),
-        arrived=pointer(arrivals),
-        units=how.units,
-        all=how.all_units,
-        parts=how.parts,
-        groups=how.groups,
-    )
-    kernel = device.kernel("matmul_few", matmul_few.instance(quant, how.tiles))
-    kernel(how.grid, matmul_few.THREADS, arguments, shared=how.shared)
-
-
 def _launch_tiles(
     device: Device,
-    product: _Product,
+    product: Product,
     quant: QuantType,
     how: Plan,
     partials: DeviceArray,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from minfer_cuda.kernels import Device, DeviceArray
+from minfer_cuda.kernels.checks import pointer
 from minfer_cuda.kernels.layouts import ceil_div, padded
 from minfer_cuda.quants import HALVES, QuantType, by_name
 
@@ -122,3 +125,57 @@ def instances(types: Sequence[str]) -> list[str]:
     """Of all types but F32."""
     quants = [by_name(name) for name in types if name != "F32"]
     return [instance(quant, tiles) for quant in quants for tiles in TILES]
+
+
+class Product(ctypes.Structure):
+    """F16Product of cuda/matmul_f16.cuh: what the products on f16 tensor cores are asked for."""
+
+    _fields_ = [
+        ("w", ctypes.c_void_p * 3),
+        *[
+            (name, ctypes.c_void_p)
+            for name in (
+                *("peak", "up_peak", "h", "hs", "bias", "residual"),
+                *("y", "neurons", "neuron_scale"),
+            )
+        ],
+        *[(name, ctypes.c_int32) for name in ("n", "k", "tokens", "stride")],
+        ("begins", ctypes.c_int32 * 2),
+        ("gated", ctypes.c_int32),
+    ]
+
+
+class _Few(ctypes.Structure):
+    """FewArguments of cuda/matmul_few.cu."""
+
+    _fields_ = [
+        ("product", Product),
+        *[(name, ctypes.c_void_p) for name in ("partial", "arrived")],
+        *[(name, ctypes.c_int32) for name in ("units", "all", "parts", "groups")],
+    ]
+
+
+def launch(
+    device: Device,
+    product: Product,
+    quant: QuantType,
+    how: Plan,
+    partials: DeviceArray,
+    arrivals: DeviceArray,
+) -> None:
+    """What `product` asks for, of matrices of one type; the caller has checked its arrays.
+
+    Scratch for parts of K, `how.partials` float32 and `how.arrivals` int32 elements or more, the
+    latter zero before the first call and left zero.
+    """
+    arguments = _Few(
+        product=product,
+        partial=pointer(partials),
+        arrived=pointer(arrivals),
+        units=how.units,
+        all=how.all_units,
+        parts=how.parts,
+        groups=how.groups,
+    )
+    kernel = device.kernel("matmul_few", instance(quant, how.tiles))
+    kernel(how.grid, THREADS, arguments, shared=how.shared)
