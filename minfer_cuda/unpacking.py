@@ -216,6 +216,6 @@ def _of_gguf(name: str, block_bytes: int) -> Unpack | None:
 
     try:
         gguf.quants.dequantize(np.zeros((1, block_bytes), np.uint8), kind)
-    except NotImplementedError:
+    except NotImplementedError:  # what `gguf` raises for a type that it cannot unpack
         return None
     return unpack

@@ -40,6 +40,14 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
         yield device
 
 
+def asked_kernels(device: Device, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """(stem, name) of kernels, as they are asked for from now on."""
+    asked: list[tuple[str, str]] = []
+    kernel = device.kernel
+    monkeypatch.setattr(device, "kernel", lambda *name: (asked.append(name), kernel(*name))[1])
+    return asked
+
+
 def _instances(device: Device) -> list[tuple[str, str]]:
     """(stem, name) of all kernels that this card can be asked for."""
     products = {

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from devices import simt_device
+from devices import asked_kernels, simt_device
 from ggufs import write_gguf
 
 from minfer_cuda.config import Qwen2Config
@@ -149,16 +149,14 @@ def test_prompts_multiply_float_matrices_on_f16_tensor_cores(
     path = write_gguf(tmp_path / "halves.gguf", types=types, tied=types is HALVES_ALONE)
     runner = runner_of(device, path, kv_type="f32", n_batch=rows)
     assert runner.describe().endswith(told)
-    asked: set[str] = set()
-    kernel = device.kernel
-    monkeypatch.setattr(device, "kernel", lambda *name: (asked.add(name[1]), kernel(*name))[1])
+    asked = asked_kernels(device, monkeypatch)
     runner.prefill(IDS, 0, 3)
     assert relative(runner.logits(3), cpu_logits(path, IDS, 3)) < most
-    products = {name.split(",")[0] for name in asked}
+    products = {name.split(",")[0] for _, name in asked}
     assert {"matmul_few<F16", "matmul_few<BF16"} <= products
     assert not products & {"matmul_float<F16>", "matmul_float<BF16>"}
     runner.prefill(IDS[-1:], rows)
-    assert "matmul_float<F16>" in asked
+    assert ("matmul_float", "matmul_float<F16>") in asked
     assert relative(runner.logits(), cpu_logits(path, [*IDS, IDS[-1]], 1)) < max(most, 0.05)
 
 
@@ -198,10 +196,8 @@ def test_products_of_prompts_are_compiled_before_weights_are_read(
 ) -> None:
     monkeypatch.setenv("MINFER_PREFILL", "f16")
     compiled: list[tuple[str, str]] = []
-    asked: list[tuple[str, str]] = []
-    kernel = device.kernel
     monkeypatch.setattr(device, "compile", lambda pairs, progress=None: compiled.extend(pairs))
-    monkeypatch.setattr(device, "kernel", lambda *name: (asked.append(name), kernel(*name))[1])
+    asked = asked_kernels(device, monkeypatch)
     runner_of(device, mixed, n_batch=len(IDS)).prefill(IDS, 0)
     used = {pair for pair in asked if pair[0] in ("matmul_f16", "matmul_few")}
     assert len(used) >= 6 and used <= set(compiled)

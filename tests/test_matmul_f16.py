@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from devices import asked_kernels
 from test_linear_kernels import QUANTISED, ROW_COUNTS, columns, ids, nan, random_weights, upload
 
 from minfer_cuda.errors import KernelError
@@ -191,19 +192,13 @@ def test_products_of_every_type_equal_float64(
     check(device, scratch, quant, 21, columns(quant), 11, NARROW)
 
 
-def kernels_of(device: Device, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of kernels, as they are asked for."""
-    asked: list[str] = []
-    kernel = device.kernel
-    monkeypatch.setattr(device, "kernel", lambda *name: (asked.append(name[1]), kernel(*name))[1])
-    return asked
-
-
-def forced(device: Device, monkeypatch: pytest.MonkeyPatch, how: matmul_few.Plan) -> list[str]:
-    """The same, where every product is cut up so."""
+def forced(
+    device: Device, monkeypatch: pytest.MonkeyPatch, how: matmul_few.Plan
+) -> list[tuple[str, str]]:
+    """Every product is cut up so; the kernels that are asked for."""
     monkeypatch.setattr(matmul_few, "plan", lambda *sizes, gated: how)
     monkeypatch.setattr(matmul_few.Plan, "clocks", lambda self, sm_count: 0)
-    return kernels_of(device, monkeypatch)
+    return asked_kernels(device, monkeypatch)
 
 
 @pytest.mark.parametrize("tokens", [5, 19])
@@ -215,9 +210,9 @@ def test_few_tokens_of_every_type_equal_float64(
     quant: QuantType,
     tokens: int,
 ) -> None:
-    asked = kernels_of(device, monkeypatch)
+    asked = asked_kernels(device, monkeypatch)
     check(device, scratch, quant, 21, columns(quant), tokens)
-    assert matmul_few.instance(quant, 2 if tokens <= 16 else 4) in asked
+    assert ("matmul_few", matmul_few.instance(quant, 2 if tokens <= 16 else 4)) in asked
 
 
 # units of a block, parts of K, tokens: one unit in pieces of all warps, more units than warps of
@@ -246,7 +241,7 @@ def test_few_tokens_equal_float64_however_the_product_is_cut(
         y = nan(device, tokens, n)
         matmul_f16(device, w, halves, y, **scratch)
         results.append(device.download(y))
-    assert matmul_few.instance(quant, how.tiles) in asked
+    assert ("matmul_few", matmul_few.instance(quant, how.tiles)) in asked
     error = np.abs(results[0] - x.astype(np.float64) @ values.T)
     assert np.all(error <= bound(values, x, quant))
     assert np.array_equal(results[0], results[1])  # no bit depends on who comes last
@@ -457,7 +452,7 @@ def test_gate_and_up_of_few_tokens_equal_float64(
     how = matmul_few.cut(quant, 256 // 8, groups, tokens, units, ceil_div(groups, parts))
     asked = forced(device, monkeypatch, how)
     check_gated(device, scratch, quant, tokens)
-    assert matmul_few.instance(quant, how.tiles) in asked
+    assert ("matmul_few", matmul_few.instance(quant, how.tiles)) in asked
     assert not device.download(scratch["arrivals"]).any()
 
 

@@ -81,8 +81,8 @@ def stage_bytes(quant: QuantType, tile: Tile) -> int:
 
 def shared_bytes(quant: QuantType, tile: Tile, stages: int) -> int:
     """Of a block: stages and two tables of scale pairs."""
-    pairs = 0 if quant.name in HALVES else 2 if quant.name in matmul_few.HALVED else 1  # of a block
-    return stages * stage_bytes(quant, tile) + 2 * tile.rows * 4 * pairs * 4
+    table = tile.rows * 4 * matmul_few.scale_pairs(quant) * 4
+    return stages * stage_bytes(quant, tile) + 2 * table
 
 
 def stages(quant: QuantType, tile: Tile, shared_limit: int) -> int:
@@ -183,7 +183,6 @@ class _Tiled(ctypes.Structure):
 
     _fields_ = [
         ("product", Product),
-        *[(name, ctypes.c_void_p) for name in ("partial", "arrived")],
         *[(name, ctypes.c_int32) for name in ("token_tiles", "chunks", "waves", "whole", "units")],
     ]
 
@@ -325,34 +324,20 @@ def _launch(
     expect_room("matmul_f16", "arrivals", arrivals, ARRIVALS, np.int32)
     product.peak = pointer(w.peak)
     product.h, product.hs = pointer(x.h), pointer(x.hs)
+    product.partial, product.arrived = pointer(partials), pointer(arrivals)
     product.k, product.tokens = w.cols, x.tokens
     sizes = (w.quant, product.n, product.k, x.tokens, device.sm_count, device.shared_limit)
     tiled = plan(*sizes, gated=gated, tile=tile)
     few = None if tile else matmul_few.plan(*sizes, gated=gated)
     if few is not None and few.clocks(device.sm_count) < tiled.clocks:
-        matmul_few.launch(device, product, w.quant, few, partials, arrivals)
+        matmul_few.launch(device, product, w.quant, few)
     else:
-        _launch_tiles(device, product, w.quant, tiled, partials, arrivals)
+        _launch_tiles(device, product, w.quant, tiled)
 
 
-def _launch_tiles(
-    device: Device,
-    product: Product,
-    quant: QuantType,
-    how: Plan,
-    partials: DeviceArray,
-    arrivals: DeviceArray,
-) -> None:
-    arguments = _Tiled(
-        product=product,
-        partial=pointer(partials),
-        arrived=pointer(arrivals),
-        token_tiles=how.token_tiles,
-        chunks=how.chunks,
-        waves=how.waves,
-        whole=how.waves * how.grid,
-        units=how.units,
-    )
+def _launch_tiles(device: Device, product: Product, quant: QuantType, how: Plan) -> None:
+    whole = how.waves * how.grid
+    arguments = _Tiled(product, how.token_tiles, how.chunks, how.waves, whole, how.units)
     kernel = device.kernel("matmul_f16", instance(quant, how.tile, how.stages))
     shared = shared_bytes(quant, how.tile, how.stages)
     kernel(how.grid, how.tile.threads, arguments, shared=shared)

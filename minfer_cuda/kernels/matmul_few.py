@@ -7,14 +7,13 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from minfer_cuda.kernels import Device, DeviceArray
-from minfer_cuda.kernels.checks import pointer
+from minfer_cuda.kernels import Device
 from minfer_cuda.kernels.layouts import ceil_div, padded
 from minfer_cuda.quants import HALVES, QuantType, by_name
 
 PARTIALS = 9 << 20  # most float32 elements of the parts' sums (36 MiB)
 ARRIVALS = 4096  # most counters of what parts add up to
-HALVED = ("Q2_K", "Q3_K", "Q6_K")  # a scale every 16 values: two pairs a block in the tables
+_HALVED = ("Q2_K", "Q3_K", "Q6_K")  # types with a scale every 16 values
 TILES = (2, 4)  # of 8 tokens, of a block
 THREADS = 512
 _WARPS = THREADS // 32
@@ -63,13 +62,17 @@ class Plan:
         return ceil_div(self.grid[0] * self.token_blocks, sm_count) * block + shares
 
 
+def scale_pairs(quant: QuantType) -> int:
+    """{S, M} pairs of a block of 32 values in the tables of kernels, each of 4 bytes."""
+    return 0 if quant.name in HALVES else 2 if quant.name in _HALVED else 1
+
+
 def cut(
     quant: QuantType, all_units: int, all_groups: int, tokens: int, units: int, groups: int
 ) -> Plan:
     """Blocks of `units` units and `groups` groups of all."""
     tiles = next((tiles for tiles in TILES if tokens <= tiles * 8), TILES[-1])
-    pairs = 0 if quant.name in HALVES else 2 if quant.name in HALVED else 1  # of a block of 32
-    tables = _WARPS * 4 * 8 * 2 * pairs * 4
+    tables = _WARPS * 4 * 8 * 2 * scale_pairs(quant) * 4
     return Plan(
         tiles=tiles,
         token_blocks=ceil_div(tokens, tiles * 8),
@@ -128,7 +131,8 @@ def instances(types: Sequence[str]) -> list[str]:
 
 
 class Product(ctypes.Structure):
-    """F16Product of cuda/matmul_f16.cuh: what the products on f16 tensor cores are asked for."""
+    """F16Product of cuda/matmul_f16.cuh, what the products on f16 tensor cores are asked for, and
+    their scratch, which comes next in the arguments of either kernel."""
 
     _fields_ = [
         ("w", ctypes.c_void_p * 3),
@@ -142,6 +146,8 @@ class Product(ctypes.Structure):
         *[(name, ctypes.c_int32) for name in ("n", "k", "tokens", "stride")],
         ("begins", ctypes.c_int32 * 2),
         ("gated", ctypes.c_int32),
+        ("partial", ctypes.c_void_p),
+        ("arrived", ctypes.c_void_p),
     ]
 
 
@@ -150,32 +156,16 @@ class _Few(ctypes.Structure):
 
     _fields_ = [
         ("product", Product),
-        *[(name, ctypes.c_void_p) for name in ("partial", "arrived")],
         *[(name, ctypes.c_int32) for name in ("units", "all", "parts", "groups")],
     ]
 
 
-def launch(
-    device: Device,
-    product: Product,
-    quant: QuantType,
-    how: Plan,
-    partials: DeviceArray,
-    arrivals: DeviceArray,
-) -> None:
+def launch(device: Device, product: Product, quant: QuantType, how: Plan) -> None:
     """What `product` asks for, of matrices of one type; the caller has checked its arrays.
 
-    Scratch for parts of K, `how.partials` float32 and `how.arrivals` int32 elements or more, the
-    latter zero before the first call and left zero.
+    Its scratch, for parts of K: `how.partials` float32 and `how.arrivals` int32 elements or more,
+    the latter zero before the first call and left zero.
     """
-    arguments = _Few(
-        product=product,
-        partial=pointer(partials),
-        arrived=pointer(arrivals),
-        units=how.units,
-        all=how.all_units,
-        parts=how.parts,
-        groups=how.groups,
-    )
+    arguments = _Few(product, how.units, how.all_units, how.parts, how.groups)
     kernel = device.kernel("matmul_few", instance(quant, how.tiles))
     kernel(how.grid, THREADS, arguments, shared=how.shared)

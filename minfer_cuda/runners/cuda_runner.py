@@ -194,7 +194,8 @@ class CudaRunner:
             raise UsageError(f"a token id is not in 0..{self.config.n_vocab - 1}")
         rows = min(graph_rows(count), self.n_batch)
         replayed = tap is None and n_out == 1 and rows <= self.n_ctx - start
-        host = np.pad(host, (0, rows - count if replayed else 0), mode="edge")
+        if replayed:
+            host = np.pad(host, (0, rows - count), mode="edge")
         tokens, place = self._buffers["tokens"][: len(host)], self._buffers["place"]
         self._device.upload(host, into=tokens)
         self._device.upload(np.array([start, count - 1], np.int32), into=place)
