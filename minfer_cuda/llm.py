@@ -17,7 +17,7 @@ from minfer_cuda.engine import LOADING, Engine, Progress, Stats, Token
 from minfer_cuda.errors import DeviceError, OutOfMemoryError, UsageError
 from minfer_cuda.gguf import GGUFFile
 from minfer_cuda.grammar import Grammar, GrammarVocabulary, Matcher
-from minfer_cuda.runners import make_runner
+from minfer_cuda.runners import make_runner, prepare
 from minfer_cuda.sampling import SamplingParams
 from minfer_cuda.stops import TextStream
 from minfer_cuda.tokenizer import Tokenizer
@@ -165,6 +165,7 @@ class LLM:
             if progress:
                 progress(doing, done, total)
 
+        prepare(device)
         self.file = GGUFFile.open(path)
         try:
             self.config = Qwen2Config.from_gguf(self.file, rope_base=rope_freq_base)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from enum import IntEnum
+from types import SimpleNamespace
 
 import pytest
 from ggufs import write_gguf
@@ -185,6 +187,66 @@ def test_without_any_template_only_raw_prompts_work(tmp_path):
         with pytest.raises(TemplateError, match="--chat-template"):
             llm.generate("hi")
         assert llm.generate("hi", raw=True).stats.prompt_tokens >= 1
+
+
+def bind(monkeypatch, **calls):
+    """Put `calls` in the place of the driver's bindings."""
+    bindings = SimpleNamespace(driver=SimpleNamespace(**calls))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+
+
+def test_the_driver_starts_while_the_file_is_read(path, monkeypatch):
+    kept, ready, opened = [], threading.Event(), minfer_cuda.llm.GGUFFile.open
+
+    def retain(ordinal):
+        kept.append(ordinal)
+        ready.set()
+
+    def opened_later(path):
+        assert ready.wait(60)
+        return opened(path)
+
+    bind(monkeypatch, cuInit=lambda flags: (0,), cuDevicePrimaryCtxRetain=retain)
+    monkeypatch.setattr(minfer_cuda.llm.GGUFFile, "open", opened_later)
+    monkeypatch.setattr(minfer_cuda.runners, "CudaDevice", no_device)
+    with pytest.raises(DeviceError, match="no device 1 here"):
+        LLM(path, device="cuda:1")
+    assert kept == [1]
+
+
+def no_driver(flags):
+    raise RuntimeError("Failed to dlopen libcuda.so.1")
+
+
+def no_card(flags):
+    return (IntEnum("CUresult", {"CUDA_ERROR_NO_DEVICE": 100}).CUDA_ERROR_NO_DEVICE,)
+
+
+@pytest.mark.parametrize("init, words", [(no_driver, "no NVIDIA driver"), (no_card, "cuInit.*100")])
+def test_a_driver_that_does_not_start_is_told_once_where_the_device_is_opened(
+    init, words, path, monkeypatch
+):
+    unhandled = []
+    monkeypatch.setattr(threading, "excepthook", unhandled.append)
+    bind(monkeypatch, cuInit=init)
+    with pytest.raises(DeviceError, match=words):
+        LLM(path, n_ctx=16, device="cuda")
+    with LLM(path, n_ctx=16, device="auto") as llm:
+        (notice,) = [n for n in llm.notices if "CPU" in n]
+    for thread in threading.enumerate():
+        if thread.name == "minfer-driver":
+            thread.join()
+    assert notice.startswith("running on the CPU: no ") and unhandled == []
+
+
+def test_the_cpu_wakes_no_driver(path, monkeypatch):
+    started = []
+    bind(monkeypatch, cuInit=started.append)
+    monkeypatch.setattr(minfer_cuda.runners, "wake", started.append)
+    LLM(path, n_ctx=16, device="cpu").close()
+    with pytest.raises(UsageError, match="tpu"):
+        LLM(path, device="tpu")
+    assert started == []
 
 
 def test_a_failure_while_loading_closes_the_file(path, monkeypatch):

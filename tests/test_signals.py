@@ -146,6 +146,31 @@ def test_a_signal_does_not_wait_for_the_compiler(number, tmp_path):
     assert unfinished(tmp_path) == []
 
 
+STUCK = """
+import threading, types
+driver = types.SimpleNamespace(cuInit=lambda flags: threading.Event().wait())
+sys.modules["cuda.bindings"] = types.SimpleNamespace(driver=driver)
+"""
+
+
+@BY_SIGNAL
+def test_a_signal_does_not_wait_for_the_driver_that_starts(number, model):
+    code = STUCK + "from minfer_cuda.gguf import GGUFFile\nGGUFFile.open = here\n" + MAIN
+    code, _, err = interrupted(number, code, "generate", model, "hello")
+    assert (code, err.splitlines()[-1]) == ENDINGS[number]
+
+
+def test_an_error_does_not_wait_for_the_driver_that_starts(tmp_path):
+    bad = tmp_path / "bad.gguf"
+    bad.write_bytes(b"GGML")
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys\n" + STUCK + MAIN, "generate", bad, "hello"],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=PATIENCE_S,
+    )  # fmt: skip
+    assert (done.returncode, "not a GGUF file" in done.stderr) == (1, True)
+
+
 def test_a_chat_that_is_terminated_gives_the_terminal_back(model, tmp_path):
     termios = pytest.importorskip("termios")
     terminal = Terminal(tmp_path, "chat", model, *GREEDY)

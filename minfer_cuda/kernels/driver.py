@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import suppress
 from typing import Any
 
 from minfer_cuda.errors import DeviceError
@@ -17,6 +19,24 @@ class DriverFailure(Exception):
         super().__init__(f"{call}: {name} ({code})")
         self.code = code
         self.sticky = code in STICKY
+
+
+def wake(ordinal: int) -> None:
+    """Have the driver start, and make the device's context, while the caller does other things:
+    0.2 s that need no Python. What fails here fails again, and is told, where the device is opened.
+    """
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        return
+
+    def start() -> None:
+        with suppress(Exception):  # as where there is no driver
+            driver.cuInit(0)
+            driver.cuDevicePrimaryCtxRetain(ordinal)
+
+    # No daemon: an exit waits for it, and does not tear the driver down while it starts.
+    threading.Thread(target=start, name="minfer-driver").start()
 
 
 class Driver:

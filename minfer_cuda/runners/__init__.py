@@ -9,10 +9,19 @@ from minfer_cuda.config import Qwen2Config
 from minfer_cuda.engine import Progress, Runner
 from minfer_cuda.errors import DeviceError, UsageError
 from minfer_cuda.gguf import GGUFFile
+from minfer_cuda.kernels.driver import wake
 from minfer_cuda.kernels.module import CudaDevice
 from minfer_cuda.runners.numpy_runner import NumpyRunner
 
 Notify = Callable[[str], None]
+
+
+def prepare(device: str) -> None:
+    """Let what `make_runner` will wait for begin, and return at once. Raises UsageError for a word
+    that names no device; what else is wrong, `make_runner` says."""
+    ordinal = _ordinal(device)
+    if ordinal is not None:
+        wake(ordinal)
 
 
 def make_runner(
