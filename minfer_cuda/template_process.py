@@ -126,4 +126,11 @@ def _why(code: int) -> str:
     return f"{_ENDS.get(name, 'it ended its process')} ({name})"
 
 
-atexit.register(_end)
+def _stop() -> None:
+    """End the process without waiting until it has put itself in order."""
+    if _running is not None and _owner == os.getpid():
+        _running.kill()
+    _end()
+
+
+atexit.register(_stop)

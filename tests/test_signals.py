@@ -184,6 +184,32 @@ def test_a_chat_that_is_terminated_gives_the_terminal_back(model, tmp_path):
     assert "Traceback" not in terminal.seen
 
 
+# ---- the end
+
+DONE = """
+import atexit, sys, threading
+from cli.process import run
+def command():
+    from minfer_cuda import template_process
+    template_process.start()
+    print(template_process._running.pid, file=sys.stderr, end="")
+    print("answer, ", end="")
+    atexit.register(print, "and what was registered")
+    threading.Thread(target=threading.Event().wait).start()
+run(command)
+"""
+
+
+def test_a_process_that_is_done_flushes_runs_what_is_registered_and_waits_for_no_thread():
+    done = subprocess.run(
+        [sys.executable, "-c", DONE], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=PATIENCE_S,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "answer, and what was registered\n")
+    with pytest.raises(ProcessLookupError):  # the templates' process has ended too
+        os.kill(int(done.stderr), 0)
+
+
 # ---- streams
 
 GENERATE = ("generate", "{model}", "hello", *GREEDY, "--ignore-eos")
