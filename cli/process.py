@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import errno
+import gc
 import io
 import os
 import signal
@@ -20,6 +21,7 @@ SIGNALLED = 128  # an exit code above it is that and the signal's number
 ENDS = ("SIGTERM", "SIGHUP")  # end the program as Ctrl-C does
 WORDS = {int(signal.SIGINT): "interrupted", int(signal.SIGTERM): "terminated"}
 AGAIN_S = 0.02  # until a signal is sent again
+RARELY = 1_000_000  # objects between two looks for garbage: imports and a vocabulary make fewer
 
 
 class Terminated(SystemExit):
@@ -38,6 +40,7 @@ def run(command: Callable[[], None]) -> None:
     frees at once what Python would free object by object, for a tenth of a second. A reader of
     stdout that has gone (`| head`) wants no more: that is no failure.
     """
+    gc.set_threshold(RARELY)
     wrap_streams()
     catch_signals()
     try:
