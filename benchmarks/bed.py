@@ -98,6 +98,9 @@ class _DryDevice:
 
     zeros = empty
 
+    def tensor_map(self, array: DeviceArray, box_rows: int) -> None:
+        return None
+
     def upload(self, host: np.ndarray, into: DeviceArray | None = None) -> DeviceArray:
         return self.empty(host.shape, host.dtype) if into is None else into
 

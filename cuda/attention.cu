@@ -298,42 +298,46 @@ struct Scratch {
     int* arrivals;
 };
 
-// The result of a warp's rows as f16 activations, straight from its fragments: neighbouring lanes swap a
-// pair, so that even ones have four values of row lane/4, odd ones of the row 8 behind. half_offset adds
-// up over the bits of k.
+// The result of a warp's rows as f16 activations, straight from its fragments. Of 16 values of a row, two
+// tiles of columns, each of its four lanes has two pairs {even, odd}; they exchange until lane 0 has the even values
+// of row lane/4, lane 2 the odd ones, lanes 1 and 3 those of the row 8 behind: half_offset's order.
 template <int E>
 __device__ inline void store_fragments(const Rows<E>& rows, int first, const Place& place,
                                        const Output& output) {
     const int lane = threadIdx.x % kWarp;
-    const bool odd = lane % 2;
+    const bool behind8 = lane % 2, odds = lane % 4 / 2;
     float inverse[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) inverse[half] = 1.0f / row_sum(rows, half);
-    const int row = first + lane / 4 + (odd ? 8 : 0), token = odd ? rows.token[1] : rows.token[0];
+    const int row = first + lane / 4 + (behind8 ? 8 : 0), token = behind8 ? rows.token[1] : rows.token[0];
     const int head = place.head(row, token), width = place.heads * E;
-    const bool behind = width % 128 != 0 && head == place.heads - 1;
+    const bool last = width % 128 != 0 && head == place.heads - 1;
     uint2 words[E / 8];  // values k, k+2 and k+1, k+3 of k = head*E + n*8 + (0 or 4)
 #pragma unroll
     for (int n = 0; n < E / 8; ++n) {
         const float* o = rows.o[n];
         const uint32_t low = pack_half2(o[0] * inverse[0], o[1] * inverse[0]);
         const uint32_t high = pack_half2(o[2] * inverse[1], o[3] * inverse[1]);
-        const uint32_t other = __shfl_xor_sync(kFull, odd ? low : high, 1);
-        const uint32_t a = odd ? other : low, b = odd ? high : other;
+        const uint32_t other = __shfl_xor_sync(kFull, behind8 ? low : high, 1);
+        const uint32_t a = behind8 ? other : low, b = behind8 ? high : other;
         words[n] = make_uint2(__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632));
     }
-    if (row >= place.rows) return;
-    const int k = head * E + lane % 4 / 2 * 4;
-    uint8_t* to = output.h + (static_cast<int64_t>(token) * (ceil_div(width, 128) * 128) +
-                              (k & ~127) + half_offset(k & 127)) * 2;
+    const int k = head * E;
+    uint8_t* to = output.h + (static_cast<int64_t>(token) * (ceil_div(width, 128) * 128) + k + (odds ? 8 : 0)) * 2;
 #pragma unroll
-    for (int i = 0; i < E / 16; ++i) {  // n and n + 2 lie together
-        const int n = i / 2 * 4 + i % 2;
-        uint4* at = reinterpret_cast<uint4*>(to + half_offset(n * 8) * 2);
-        *at = make_uint4(words[n].x, words[n].y, words[n + 2].x, words[n + 2].y);
-        if (behind) at[E / 8] = make_uint4(0, 0, 0, 0);
+    for (int n = 0; n < E / 8; n += 2) {
+        uint32_t own[2], other[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            own[i] = odds ? words[n + i].y : words[n + i].x;
+            other[i] = __shfl_xor_sync(kFull, odds ? words[n + i].x : words[n + i].y, 2);
+        }
+        if (row >= place.rows) continue;
+        uint4* at = reinterpret_cast<uint4*>(to + n * 16);
+        *at = odds ? make_uint4(other[0], own[0], other[1], own[1]) : make_uint4(own[0], other[0], own[1], other[1]);
+        if (last) at[E / 8] = make_uint4(0, 0, 0, 0);
     }
-    if (head == 0 && lane % 4 < 2) output.hs[token] = 1.0f;
+    if (row < place.rows && head == 0 && !odds) output.hs[token] = 1.0f;
 }
 
 // From a warp's sums to the result, or to this split's partials and, in the last block of the row tile

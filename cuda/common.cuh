@@ -1,5 +1,5 @@
-// Words every kernel uses. Inline PTX appears only here, each function with its host meaning beside
-// it (MINFER_SIMT: the sources compiled by a C++ compiler and run under tests/simt).
+// Words every kernel uses. Inline PTX appears only here, in cluster.cuh and in wgmma.cuh, each function with its
+// host meaning beside it (MINFER_SIMT: the sources compiled by a C++ compiler and run under tests/simt).
 #pragma once
 
 #ifdef MINFER_SIMT

@@ -5,37 +5,36 @@
 //   matrices (N, K), alone, or up to three above each other as one, in records (layout 2); peak,
 //   up_peak: their largest |scale|, from `peak<Q>`
 //   F16, BF16: row-major, K % 8 == 0; the peak of BF16 is its largest |value|, F16 has none
-//   h (T, Kp) f16, hs (T): f16 activations, x = h * hs, each 128 values in half_offset's order
+//   h (T, Kp) f16, hs (T): f16 activations, x = h * hs, each 16 values in half_offset's order
 // Weights are the rows (M), tokens the columns (N). Both tiles go to shared memory by cp.async, the
 // weights as they are; a warp unpacks its A fragments in registers (quants_f16.cuh), so the loop has
 // no scaling of sums. Scales of the next chunk become {S, M} pairs in a table while this chunk is
 // multiplied: the pairs of a row are made once a block, not once a lane.
 // Floats  F16 goes into the products bit for bit. BF16 is lifted, so that its largest |value| is in
 //         [2^14, 2^15): exact down to 2^-28 of that, below to 2^-39 of it. NaN and Inf stay what they are.
-// Work    a unit is a tile by 128 values of K, by 64 of F16 and BF16. Block i of G takes the whole
-//         tiles i, i + G, ... of `waves` waves, then 1/G of the units of the tiles that are left, in
-//         order; a tile shared by blocks is added up by the one that arrives last, in the order of K
-//         (no bit depends on timing). `arrived` (tiles that are left) is zero before and after.
+// Work    in tiles and units, as matmul_tiles.cuh says; a unit of F16 and BF16 has 64 values of K.
 // Launch  grid = G, block = Tile::kThreads, dynamic shared = Stages stages and two tables.
 // Limits  (H200, 608 TFLOP/s: a m16n8k16 each 6.2 clocks of a quarter SM.) A warp of 64 x 64 and 32
 //         values of K: 64 mma = 397 clocks; 72 (nibbles) to 130 (Q6_K) instructions of unpacking, 10
-//         to 14 LDS.128 and 4 LDS.64 (48-60 of the 100 clocks of shared memory that 64 mma take of
+//         to 14 reads of 16 bytes and 4 of 8 (48-60 of the 100 clocks of shared memory that 64 mma take of
 //         an SM). Tiles of 128 x 128 read 26 bytes a clock and SM from L2. Measured 290 TFLOP/s at 2,048
 //         tokens (7B, Q4_K), as much as tiles of 256 x 128; 128 x 64 190 at 64 tokens, three
-//         blocks an SM, and tiles of 8 tokens past the last are left out. Few tokens: matmul_few.cu.
+//         blocks an SM, and tiles of 8 tokens past the last are left out. Few tokens: matmul_few.cu; sm_90 and
+//         quantised types: matmul_wgmma.cu.
 // Why not int8: a scale every 32 values costs more than the products (matmul.cu: 100 TOP/s) and its
 //         rounding of activations 700 times the divergence (kernels.md).
-#include "matmul_f16.cuh"
+#include "matmul_tiles.cuh"
 
-// WarpsM x WarpsN warps, each MTiles x NTiles tiles of 16 rows x 8 tokens; Blocks of them an SM.
-template <int WarpsM, int WarpsN, int MTiles, int NTiles, int Blocks>
+// WarpsM x WarpsN warps, each MTiles x NTiles tiles of 16 rows x 8 tokens; Blocks of them an SM. Skips: tiles of
+// tokens past those of a block are left out.
+template <int WarpsM, int WarpsN, int MTiles, int NTiles, int Blocks, bool Skips>
 struct Tile {
     static constexpr int kWarpsN = WarpsN, kMTiles = MTiles, kNTiles = NTiles, kBlocks = Blocks;
     static constexpr int kThreads = WarpsM * WarpsN * kWarp;
     static constexpr int kRows = WarpsM * MTiles * 16, kStrips = kRows / 8;
     static constexpr int kTokens = WarpsN * NTiles * 8;
-    static constexpr int kSums = MTiles * NTiles * 4;  // of a thread
-    static constexpr bool kSkips = Blocks == 3;        // leaves out tiles of tokens past the last
+    static constexpr int kSums = MTiles * NTiles * 4, kSharesAtOnce = kSums;  // of a thread
+    static constexpr bool kSkips = Skips;
 };
 
 // The thread's place in its block; cheap to find again, so that no register holds it for long.
@@ -73,76 +72,7 @@ struct Stage {  // activations, planes or rows of the chunk, scales of the chunk
     static constexpr int kTable = T::kRows * 4 * Chunk<Q>::kHalves;  // words
 };
 
-struct F16Arguments : F16Product {
-    float* partial;            // (2 G, tile) sums of shared tiles
-    int* arrived;
-    int token_tiles, chunks;   // tiles of a row of tiles, chunks of K
-    int waves, whole, units;   // whole waves and their tiles; units of the tiles that are left
-};
-
-// ---- sharing out the work ---------------------------------------------------------------------------
-__device__ inline int first_unit(const F16Arguments& a, int block) {
-    return static_cast<int64_t>(a.units) * block / gridDim.x;
-}
-__device__ inline int owner(const F16Arguments& a, int unit) {
-    return (static_cast<int64_t>(unit + 1) * gridDim.x - 1) / a.units;
-}
-// Where block `block` puts its sums of a shared tile: it may have two such tiles. `first`: the block that
-// begins the tile, after the end of another or not; all others begin inside it.
-__device__ inline int share_slot(const F16Arguments& a, int block, int first, int tile) {
-    return 2 * block + (block == first && first_unit(a, first) < tile * a.chunks);
-}
-
-// A block's units in order: `chunk` of `tile`, tile < 0 at the end. `row_tile` of all matrices.
-struct Cursor {
-    int tile, chunk, end, wave, unit, row_tile;
-    __device__ explicit Cursor(const F16Arguments& a) : wave(0), unit(first_unit(a, blockIdx.x)) { next_tile(a); }
-    __device__ void next_tile(const F16Arguments& a) {
-        const int last = first_unit(a, blockIdx.x + 1);
-        if (wave < a.waves) {
-            tile = blockIdx.x + wave++ * gridDim.x;
-            chunk = 0;
-            end = a.chunks;
-        } else if (unit < last) {
-            const int at = unit / a.chunks;
-            tile = a.whole + at;
-            chunk = unit - at * a.chunks;
-            end = min(a.chunks, chunk + last - unit);
-            unit += end - chunk;
-        } else {
-            tile = -1;
-            return;
-        }
-        row_tile = tile / a.token_tiles;
-    }
-    __device__ void advance(const F16Arguments& a) {
-        if (++chunk == end) next_tile(a);
-    }
-};
-
 // ---- staging ------------------------------------------------------------------------------------------
-// The matrix of a row tile, which of its row tiles it is, and rows from its first on.
-struct Source {
-    const uint8_t* w;
-    int row_tile, rows;
-    __device__ Source(const F16Arguments& a, int tile, int tile_rows) {
-        const int matrix = (tile >= a.begins[0]) + (tile >= a.begins[1]);
-        const int begin = matrix == 0 ? 0 : a.begins[matrix - 1];
-        w = a.w[matrix];
-        row_tile = tile - begin;
-        rows = a.n - begin * tile_rows;
-    }
-};
-
-// Bytes `at` of strip `s` of a row tile. A gated product takes strips of both matrices in turn, so that
-// rows g and g + 8 of a fragment are gate and up of one neuron. Past the last strip: the last.
-template <class Q, class T>
-__device__ inline const uint8_t* strip_at(const F16Arguments& a, const Source& from, int s, unsigned at) {
-    const int first = from.row_tile * T::kStrips + s, strip = min(a.gated ? first / 2 : first, ceil_div(from.rows, 8) - 1);
-    const unsigned strip_bytes = ceil_div(a.k, Q::kRecK) * Q::kRecord;  // a matrix has less than 4 GiB
-    return (a.gated && (s & 1) ? a.w[1] : from.w) + (strip * strip_bytes + at);
-}
-
 // The rows of a row tile's strips, the last again past the last, zeros past K. Sections of 32 bytes
 // change places by row: the 16 lanes that read of four rows at once (row_fragments) meet all banks.
 template <class Q, class T>
@@ -192,20 +122,21 @@ __device__ inline void copy_planes(char* stage, const F16Arguments& a, const Cur
     }
 }
 
+// A chunk of a tile's tokens, zeros past the last.
 template <class Q, class T>
 __device__ inline void copy_tokens(char* stage, const F16Arguments& a, const Cursor& c) {
     constexpr int kTokenBytes = Stage<Q, T>::kTokenBytes;
     constexpr unsigned kPieces = kTokenBytes / 16, kAtOnce = T::kThreads / kPieces;  // tokens
-    constexpr bool kAll = T::kTokens % kAtOnce == 0;  // else kAtOnce is more
-    static_assert((kAll || kAtOnce > T::kTokens) && kAtOnce % 2 == 0, "");
+    static_assert(T::kTokens % kAtOnce == 0 && kAtOnce % 8 == 0, "");
     const unsigned thread = thread_again(), piece = thread % kPieces, first = thread / kPieces;
-    char* to = stage + first * kTokenBytes + (piece ^ (first & 1) << 2) * 16;
-    const int row_bytes = ceil_div(a.chunks, 128 / Chunk<Q>::kValues) * 128 * 2, row0 = (c.tile - c.row_tile * a.token_tiles) * T::kTokens + first;
+    char* to = stage + token_offset(piece, first, T::kTokens);
+    const int row_bytes = ceil_div(a.chunks, 128 / Chunk<Q>::kValues) * 128 * 2;
+    const int row0 = (c.tile - c.row_tile * a.token_tiles) * a.tokens_each + first;
     const uint8_t* from = a.h + (static_cast<int64_t>(row0) * row_bytes + c.chunk * kTokenBytes + piece * 16);
 #pragma unroll
-    for (unsigned j = 0; j < ceil_div(T::kTokens, kAtOnce); ++j) {
-        if (!kAll && first >= T::kTokens) break;
-        copy_async16(to + j * kAtOnce * kTokenBytes, from + j * kAtOnce * row_bytes, row0 + static_cast<int>(j * kAtOnce) < a.tokens);
+    for (int j = 0; j < T::kTokens; j += kAtOnce) {
+        if (T::kSkips && j >= a.tokens_each) break;
+        copy_async16(to + j * 128, from + j * row_bytes, row0 + j < a.tokens);
     }
 }
 
@@ -267,14 +198,12 @@ __device__ inline void row_fragments(uint32_t (&a)[2][4], const uint8_t* rows, u
 template <class Q, class T>
 __device__ inline void multiply(float (&acc)[T::kMTiles][T::kNTiles][4], const char* stage, const uint32_t* table,
                                 const Lifts<Q>& lifts, int tiles) {
-    constexpr int kHalves = Chunk<Q>::kHalves, kTokenBytes = Stage<Q, T>::kTokenBytes;
+    constexpr int kHalves = Chunk<Q>::kHalves;
     const Place<T> place;
     const unsigned lane = place.lane, g = lane >> 2, t = lane & 3, warp_m = place.warp_m, warp_n = place.warp_n;
     const uint8_t* weights = reinterpret_cast<const uint8_t*>(stage) + Stage<Q, T>::kPlanes +
                              warp_m * T::kMTiles * 2 * Chunk<Q>::kStripBytes;
     table += (warp_m * T::kMTiles * 32 + g) * 2 * kHalves;
-    const char* x = stage + (warp_n * T::kNTiles * 8 + g) * kTokenBytes + t * 16;
-    const unsigned odd = (g & 1) * 64;  // the swizzle of an odd token's pieces: blocks change places
     typename Chunk<Q>::Lane l[T::kMTiles][2];
     auto rows = [&](uint32_t (&to)[2][4], int m, int b) {
         const uint8_t* strips = weights + m * 2 * Chunk<Q>::kStripBytes;
@@ -284,8 +213,7 @@ __device__ inline void multiply(float (&acc)[T::kMTiles][T::kNTiles][4], const c
             record_fragments<Q>(to, l[m], strips, table + (m * 4 + b) * 16 * kHalves, lane, b);
     };
     auto columns = [&](uint32_t (&to)[2][2], int n, int b) {
-        const uint4 v = *reinterpret_cast<const uint4*>(x + n * 8 * kTokenBytes + (b & 2) * 64 + ((b & 1) * 64 ^ odd));
-        to[0][0] = v.x, to[0][1] = v.y, to[1][0] = v.z, to[1][1] = v.w;
+        token_fragments<T::kTokens>(to, stage, b, (warp_n * T::kNTiles + n) * 8, lane);
     };
 #pragma unroll
     for (int b = 0; b < Chunk<Q>::kValues / 32; ++b) {
@@ -320,42 +248,6 @@ __device__ inline void multiply(float (&acc)[T::kMTiles][T::kNTiles][4], const c
     }
 }
 
-// ---- results ------------------------------------------------------------------------------------------
-// A tile whose chunks several blocks share: true in the one that comes last, with the sum of all.
-template <class T>
-__device__ inline bool add_shares(float (&acc)[T::kMTiles][T::kNTiles][4], const F16Arguments& a, int tile) {
-    float* sums = &acc[0][0][0];
-    const int first = owner(a, tile * a.chunks), last = owner(a, (tile + 1) * a.chunks - 1);
-    constexpr int64_t kFloats = static_cast<int64_t>(T::kSums) * T::kThreads;
-    float* own = a.partial + share_slot(a, blockIdx.x, first, tile) * kFloats + threadIdx.x;
-#pragma unroll
-    for (int i = 0; i < T::kSums; ++i) own[i * T::kThreads] = sums[i];
-    __shared__ int order;
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        order = atomicAdd(a.arrived + tile, 1);
-        if (order == last - first) a.arrived[tile] = 0;
-    }
-    __syncthreads();
-    if (order != last - first) return false;
-    __threadfence();
-#pragma unroll
-    for (int i = 0; i < T::kSums; ++i) sums[i] = 0.0f;
-    for (int block = first; block <= last; ++block) {
-        const float* from = a.partial + share_slot(a, block, first, tile) * kFloats + threadIdx.x;
-        float share[T::kSums];
-#pragma unroll
-        for (int i = 0; i < T::kSums; ++i) {
-            share[i] = load_coherent(from + i * T::kThreads);
-            if (i % 16 == 15) __syncwarp();  // no more loads at once than there are registers left
-        }
-#pragma unroll
-        for (int i = 0; i < T::kSums; ++i) sums[i] = __fadd_rn(sums[i], share[i]);
-    }
-    return true;
-}
-
 template <class Q, class T, int Stages>
 __global__ void __launch_bounds__(T::kThreads, T::kBlocks) matmul_f16(F16Arguments a) {
     pdl_trigger();
@@ -363,6 +255,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks) matmul_f16(F16Argumen
     pdl_wait();
     return;  // sm_75 has no room for the stages: prefill.py does not choose it there
 #endif
+    __shared__ int order;
     char* stages = shared_bytes();
     uint32_t* tables = reinterpret_cast<uint32_t*>(stages + Stages * Stage<Q, T>::kBytes);
     const Lifts<Q> lifts(a);
@@ -410,7 +303,6 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks) matmul_f16(F16Argumen
     while (at.tile >= 0) {
         const int tile = at.tile;
         float acc[T::kMTiles][T::kNTiles][4] = {};
-        const int tiles = T::kSkips ? ceil_div(a.tokens - tile % a.token_tiles * T::kTokens, 8) : T::kNTiles;
         do {
             copy_async_wait<Stages - 2>();
             __syncthreads();  // this chunk and its table are there, and everybody is done with the one before
@@ -418,7 +310,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks) matmul_f16(F16Argumen
             at.advance(a);
             if (at.tile >= 0)
                 convert_scales<Q, T>(tables + (parity ^ 1) * Stage<Q, T>::kTable, stage(0), at.chunk, Lifts<Q>(a));
-            multiply<Q, T>(acc, stage(0), tables + parity * Stage<Q, T>::kTable, lifts, tiles);
+            multiply<Q, T>(acc, stage(0), tables + parity * Stage<Q, T>::kTable, lifts, a.tokens_each / 8);
             slot = slot + 1 < Stages ? slot + 1 : 0;
             parity ^= 1;
         } while (at.tile == tile);
@@ -426,15 +318,16 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks) matmul_f16(F16Argumen
         const int shared_tile = tile - a.whole, unit = shared_tile * a.chunks;
         const bool shared = shared_tile >= 0 && (unit < first_unit(a, blockIdx.x) ||
                                                  unit + a.chunks > first_unit(a, blockIdx.x + 1));
-        if (shared && !add_shares<T>(acc, a, shared_tile)) continue;
+        if (shared && !add_shares<T>(acc, a, shared_tile, &order, T::kNTiles)) continue;
         const Place<T> place;
         const int lane = place.lane, warp_m = place.warp_m, warp_n = place.warp_n;
         const int row0 = tile / a.token_tiles * T::kRows + warp_m * T::kMTiles * 16;
-        const int token0 = tile % a.token_tiles * T::kTokens + warp_n * T::kNTiles * 8 + (lane & 3) * 2;
+        const int first = tile % a.token_tiles * a.tokens_each, end = min(a.tokens, first + a.tokens_each);
+        const int token0 = first + warp_n * T::kNTiles * 8 + (lane & 3) * 2;
         if (a.gated)
-            write_neurons<Q, T::kMTiles, T::kNTiles>(acc, a, row0 / 2 + (lane >> 2), token0);
+            write_neurons<Q, T::kMTiles, T::kNTiles>(acc, a, row0 / 2 + (lane >> 2), token0, end);
         else
-            write_rows<Q, T::kMTiles, T::kNTiles>(acc, a, row0 + (lane >> 2), token0);
+            write_rows<Q, T::kMTiles, T::kNTiles>(acc, a, row0 + (lane >> 2), token0, end);
     }
     copy_async_wait<0>();
 }

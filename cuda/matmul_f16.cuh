@@ -59,6 +59,19 @@ __device__ inline float undo_lift(const float* peak) {
         return unlift_of<Q>(*peak);
 }
 
+// ---- B fragments ----------------------------------------------------------------------------------------
+// Where piece `piece` of token `token` of a tile lies in shared memory; a piece is eight halves of K. 64 values of
+// `tokens` tokens after each other, 128 bytes each, in which pieces change places by token, so that the same piece of
+// eight tokens meets all banks, and two neighbours stay in one sector: wgmma's swizzle of 128 bytes.
+__device__ inline int token_offset(unsigned piece, unsigned token, unsigned tokens) {
+    return (piece / 8 * tokens + token) * 128 + (piece % 8 ^ token % 8) * 16;
+}
+// The fragments of both halves of block b of 8 tokens from the tile's `first` on.
+template <int Tokens>
+__device__ inline void token_fragments(uint32_t (&to)[2][2], const char* tile, int b, int first, int lane) {
+    load_matrices<false>(&to[0][0], tile + token_offset(b * 4 + lane / 8, first + lane % 8, Tokens));
+}
+
 // ---- A fragments ----------------------------------------------------------------------------------------
 // The {S, M} pairs of a block (of each half, kHalf) of rows g and g + 8, as they lie in a table.
 template <class Q>
@@ -97,16 +110,17 @@ __device__ inline void value_fragments(uint32_t (&a)[4], int r, uint2 w, const L
 }
 
 // ---- results --------------------------------------------------------------------------------------------
-// y of MTiles x NTiles tiles of 16 rows x 8 tokens; row0 and token0 are the lane's first.
+// y of MTiles x NTiles tiles of 16 rows x 8 tokens; row0 and token0 are the lane's first, those of
+// tokens before `end`.
 template <class Q, int MTiles, int NTiles>
-__device__ inline void write_rows(const float (&acc)[MTiles][NTiles][4], const F16Product& a, int row0, int token0) {
+__device__ inline void write_rows(const float (&acc)[MTiles][NTiles][4], const F16Product& a, int row0, int token0, int end) {
     const float unlift = undo_lift<Q>(a.peak);
 #pragma unroll
     for (int n = 0; n < NTiles; ++n)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int token = token0 + n * 8 + i;
-            if (token >= a.tokens) continue;
+            if (token >= end) continue;
             const float scale = __fmul_rn(unlift, a.hs[token]);
 #pragma unroll
             for (int m = 0; m < MTiles; ++m)
@@ -126,7 +140,7 @@ __device__ inline void write_rows(const float (&acc)[MTiles][NTiles][4], const F
 // Neurons of a gated tile: rows g and g + 8 of a fragment are gate and up. Lanes of values e and
 // e + 2 of a four, neighbours in half_offset's order, exchange: each stores both for one token.
 template <class Q, int MTiles, int NTiles>
-__device__ inline void write_neurons(const float (&acc)[MTiles][NTiles][4], const F16Product& a, int neuron0, int token0) {
+__device__ inline void write_neurons(const float (&acc)[MTiles][NTiles][4], const F16Product& a, int neuron0, int token0, int end) {
     const float gate_unlift = undo_lift<Q>(a.peak), up_unlift = undo_lift<Q>(a.up_peak);
     const int lane = threadIdx.x % kWarp, padded = ceil_div(a.n, 128) * 128;
     const bool second = (lane & 8) != 0;
@@ -138,7 +152,7 @@ __device__ inline void write_neurons(const float (&acc)[MTiles][NTiles][4], cons
             const int token = token0 + n * 8 + i;
             const float hs = a.hs[min(token, a.tokens - 1)];
             gate_scale[i] = __fmul_rn(gate_unlift, hs), up_scale[i] = __fmul_rn(up_unlift, hs);
-            if (neuron0 == 0 && token < a.tokens) a.neuron_scale[token] = kNeuronScale;
+            if (neuron0 == 0 && token < end) a.neuron_scale[token] = kNeuronScale;
         }
 #pragma unroll
         for (int m = 0; m < MTiles; ++m) {
@@ -151,7 +165,7 @@ __device__ inline void write_neurons(const float (&acc)[MTiles][NTiles][4], cons
             }
             const uint32_t other = __shfl_xor_sync(kFull, second ? bits[0] : bits[1], 8);
             const int token = token0 + n * 8 + second;
-            if (token >= a.tokens || neuron >= padded) continue;
+            if (token >= end || neuron >= padded) continue;
             const uint32_t pair = second ? other | bits[1] << 16 : bits[0] | other << 16;
             const int first = neuron & ~2;  // value e of {e, e + 2}
             uint8_t* to = a.neurons + (static_cast<int64_t>(token) * padded + (neuron & ~127) + half_offset(first & 127)) * 2;

@@ -10,7 +10,7 @@
 // Scales  become {S, M} pairs in a table of the warp, by the lanes of row g one block each.
 // Sums    of a unit's pieces, one for each warp that had of it, meet in shared memory and are added in the
 //         order of K, then those of the parts, by the block that arrives last: no bit depends on
-//         timing. `arrived` (row groups) is zero before and after.
+//         timing. `arrived` (token blocks, row groups) is zero before and after.
 // Launch  grid = (row groups * parts, token blocks), block = 512 (a block an SM), dynamic shared:
 //         kernels/matmul_few.py.
 // Bytes   the matrix once for each token block. Time (H200, 2026-11-30, one launch after another): 7B Q4_K, 16
@@ -128,8 +128,7 @@ struct Run {
     __device__ int owner(int at) const { return ((at + 1) * warps - 1) / (units * chunks); }
 };
 
-// The block's tokens of groups first .. first + groups - 1: [group][token], 256 bytes each, whose 64s of an odd
-// token change places, so that the 8 tokens that are read at once meet all banks.
+// The block's tokens of groups first .. first + groups - 1: by groups, as token_offset says.
 template <int Tiles>
 __device__ inline void copy_tokens(char* to, const F16Product& a, int first, int groups) {
     using F = Few<Tiles>;
@@ -139,7 +138,7 @@ __device__ inline void copy_tokens(char* to, const F16Product& a, int first, int
     const int token = blockIdx.y * F::kTokens + slot;
     const int64_t row = static_cast<int64_t>(ceil_div(a.k, kGroup)) * kTokenBytes;
     const uint8_t* from = a.h + min(token, a.tokens - 1) * row + first * kTokenBytes + piece * 16;
-    to += slot * kTokenBytes + (piece ^ (slot & 1) << 2) * 16;
+    to += token_offset(piece, slot, F::kTokens);
     for (int i = threadIdx.x / kOfGroup; i < groups; i += kThreads / kOfGroup)
         copy_async16(to + i * F::kGroupBytes, from + i * kTokenBytes, token < a.tokens);
     copy_async_commit();
@@ -149,24 +148,21 @@ __device__ inline void copy_tokens(char* to, const F16Product& a, int first, int
 template <class Q, int Tiles>
 __device__ inline void multiply(float (&acc)[Tiles][4], const Piece<Q>& piece, const uint32_t* table,
                                 const char* tokens, const Lifts<Q>& lifts, int chunk, int lane) {
+    using F = Few<Tiles>;
     constexpr int kOfGroup = kGroup / Piece<Q>::kValues;
-    const int g = lane / 4, first = chunk % kOfGroup * Piece<Q>::kBlocks;
-    const char* x = tokens + chunk / kOfGroup * Few<Tiles>::kGroupBytes + g * kTokenBytes + lane % 4 * 16;
+    const int first = chunk % kOfGroup * Piece<Q>::kBlocks;
+    const char* group = tokens + chunk / kOfGroup * F::kGroupBytes;
 #pragma unroll
     for (int b = 0; b < Piece<Q>::kBlocks; ++b) {
-        uint4 v[Tiles];
+        uint32_t v[Tiles][2][2];
 #pragma unroll
-        for (int n = 0; n < Tiles; ++n)
-            v[n] = *reinterpret_cast<const uint4*>(x + n * 8 * kTokenBytes + ((first + b) * 64 ^ (g & 1) * 64));
+        for (int n = 0; n < Tiles; ++n) token_fragments<F::kTokens>(v[n], group, first + b, n * 8, lane);
         uint32_t a[2][4];
         piece.fragments(a, table, lifts, b, lane);
 #pragma unroll
         for (int h = 0; h < 2; ++h)
 #pragma unroll
-            for (int n = 0; n < Tiles; ++n) {
-                const uint32_t two[2] = {h ? v[n].z : v[n].x, h ? v[n].w : v[n].y};
-                mma_f16(acc[n], a[h], two);
-            }
+            for (int n = 0; n < Tiles; ++n) mma_f16(acc[n], a[h], v[n][h]);
     }
 }
 
@@ -233,9 +229,9 @@ __device__ inline void write(const FewArguments& a, float4 v, int unit, int toke
     const float acc[1][1][4] = {{{v.x, v.y, v.z, v.w}}};
     const int token0 = token + lane % 4 * 2;
     if (a.gated)
-        write_neurons<Q, 1, 1>(acc, a, unit * 8 + lane / 4, token0);
+        write_neurons<Q, 1, 1>(acc, a, unit * 8 + lane / 4, token0, a.tokens);
     else
-        write_rows<Q, 1, 1>(acc, a, unit * 16 + lane / 4, token0);
+        write_rows<Q, 1, 1>(acc, a, unit * 16 + lane / 4, token0, a.tokens);
 }
 
 template <class Q, int Tiles>

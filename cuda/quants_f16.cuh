@@ -12,10 +12,10 @@
 #include "quants.cuh"
 
 // Order of K: pair j of half h of block b holds values 32b + 16h + 4t + {j, j + 2} of lane t. With
-// mma's k = 2t, 2t+1 for pair 0 and 8+2t, 9+2t for pair 1 a k16 step is 16 consecutive values, and a
-// lane's activations of a block are 16 consecutive bytes when each four are stored 0, 2, 1, 3.
+// mma's k = 2t, 2t+1 for pair 0 and 8+2t, 9+2t for pair 1 a k16 step is 16 consecutive values, and its
+// columns are in order when each 16 activations are stored the even ones first.
 __device__ inline int half_offset(int k) {  // index of value k inside its group of 128
-    return (k & 96) + ((k >> 2) & 3) * 8 + ((k >> 4) & 1) * 4 + ((k >> 1) & 1) + (k & 1) * 2;
+    return (k & 112) + (k & 1) * 8 + ((k >> 1) & 7);
 }
 
 // Any type, from its int8 words: signed bytes become unsigned by their top bit.
@@ -155,9 +155,11 @@ constexpr float kNeuronScale = 64.0f;
 
 // Values k..k+3 of a row (k % 4 == 0) times `by`, where half_offset has them.
 __device__ inline void store_halves(uint8_t* row, int k, float4 v, float by) {
-    const uint32_t low = __half_as_ushort(__float2half_rn(__fmul_rn(v.x, by))) |
+    const uint32_t even = __half_as_ushort(__float2half_rn(__fmul_rn(v.x, by))) |
                          static_cast<uint32_t>(__half_as_ushort(__float2half_rn(__fmul_rn(v.z, by)))) << 16;
-    const uint32_t high = __half_as_ushort(__float2half_rn(__fmul_rn(v.y, by))) |
+    const uint32_t odd = __half_as_ushort(__float2half_rn(__fmul_rn(v.y, by))) |
                           static_cast<uint32_t>(__half_as_ushort(__float2half_rn(__fmul_rn(v.w, by)))) << 16;
-    *reinterpret_cast<uint2*>(row + ((k & ~127) + half_offset(k & 127)) * 2) = make_uint2(low, high);
+    uint8_t* at = row + ((k & ~127) + half_offset(k & 127)) * 2;
+    *reinterpret_cast<uint32_t*>(at) = even;
+    *reinterpret_cast<uint32_t*>(at + 16) = odd;
 }

@@ -78,6 +78,7 @@ class FakeDriver:
         self.launches: list[tuple[dict[str, Any], list[int]]] = []
         self.allowed: list[int] = []
         self.clusters_allowed = 0
+        self.mapped: list[tuple[int, ...]] = []
         self.loaded: list[str] = []
         self.synchronized = 0
 
@@ -126,6 +127,11 @@ class FakeDriver:
 
     def allow_cluster(self, function: object) -> None:
         self.clusters_allowed += 1
+
+    def tensor_map(self, address: int, rows: int, columns: int, box_rows: int) -> bytes:
+        self._may_fail("tensor_map")
+        self.mapped.append((address, rows, columns, box_rows))
+        return bytes([len(self.mapped)]) * 128
 
     def launch_config(
         self, grid, block, shared_bytes, stream, dependent, cluster=1

@@ -13,15 +13,22 @@ from minfer_cuda.kernels.elementwise import swiglu
 from minfer_cuda.kernels.layouts import Activations, Matrix, ceil_div, padded
 from minfer_cuda.kernels.matmul_f16 import (
     ARRIVALS,
+    LESS,
     NARROW,
     PARTIALS,
+    ROWS,
     TILES,
+    WIDE,
+    WIDER,
     Tile,
     gate_up_f16,
     halve,
     matmul_f16,
     plan,
+    shared_bytes,
     stack,
+    stages,
+    tiles_of,
     with_one_peak,
     with_peak,
 )
@@ -77,7 +84,7 @@ def bound(w: np.ndarray, x: np.ndarray, quant: QuantType) -> np.ndarray:
 def unpermute(h: np.ndarray) -> np.ndarray:
     """f16 activations (T, Kp) in the order of K."""
     k = np.arange(128)
-    at = (k // 32) * 32 + (k // 4 % 4) * 8 + (k // 16 % 2) * 4 + (k // 2 % 2) + (k % 2) * 2
+    at = k // 16 * 16 + k % 2 * 8 + k // 2 % 8
     return h.reshape(h.shape[0], -1, 128)[:, :, at].reshape(h.shape)
 
 
@@ -154,6 +161,11 @@ def test_the_peak_of_bf16_is_its_largest_finite_value_and_f16_needs_none(device:
     assert with_peak(device, upload(device, by_name("F16"), values, 416)).peak is None
 
 
+def needs_wgmma(device: Device, tile: Tile) -> None:
+    if tile.wide and device.arch != 90:
+        pytest.skip("sm_90 alone has wgmma")
+
+
 def check(
     device: Device,
     scratch: dict[str, object],
@@ -190,6 +202,15 @@ def test_products_of_every_type_equal_float64(
     device: Device, scratch: dict[str, object], quant: QuantType
 ) -> None:
     check(device, scratch, quant, 21, columns(quant), 11, NARROW)
+
+
+@pytest.mark.parametrize("quant", QUANTISED, ids=ids)
+def test_products_of_every_type_by_wgmma_equal_float64(
+    device: Device, scratch: dict[str, object], quant: QuantType
+) -> None:
+    needs_wgmma(device, WIDE)
+    tile = tiles_of(90, quant, device.shared_limit)[0]
+    check(device, scratch, quant, 21, columns(quant), 11, tile)
 
 
 def forced(
@@ -275,27 +296,37 @@ def test_products_of_float_types_equal_float64(
     check(device, scratch, quant, 21 if tokens % 2 else 133, k, tokens)
 
 
-@pytest.mark.parametrize("tile", TILES, ids=lambda t: f"{t.rows}x{t.tokens}")
-@pytest.mark.parametrize("name", ["Q4_K", "Q8_0", *HALVES])
+@pytest.mark.parametrize(
+    ("tile", "name"),
+    [(tile, name) for tile in TILES for name in ("Q4_K", "Q8_0", *HALVES)]
+    + [(WIDE, "Q4_K"), (WIDE, "Q8_0"), (LESS, "Q6_K"), (WIDER, "Q6_K")],
+    ids=str,
+)
 def test_products_of_every_tile_equal_float64(
     device: Device, scratch: dict[str, object], tile: Tile, name: str
 ) -> None:
     """Ragged in rows and tokens: a second tile of each that is hardly filled."""
-    n, tokens = tile.rows + 5, tile.tokens + 3
+    n, tokens = ROWS + 5, tile.tokens + 3
     if device.name == "SIMT shim":
         n, tokens = (21, tokens) if name in ("Q8_0", "F16") else (n, 19)
+    needs_wgmma(device, tile)
     check(device, scratch, by_name(name), n, 256, tokens, tile)
 
 
-@pytest.mark.parametrize("name", ["Q4_0", *HALVES])
+@pytest.mark.parametrize(
+    ("name", "tile"),
+    [("Q4_0", NARROW), *((name, NARROW) for name in HALVES), ("Q4_0", WIDE), ("Q6_K", WIDER)],
+    ids=str,
+)
 def test_a_tile_that_blocks_share_has_the_same_bits_every_time(
-    device: Device, scratch: dict[str, object], name: str
+    device: Device, scratch: dict[str, object], name: str, tile: Tile
 ) -> None:
     """Few tiles and long rows: every block has parts of tiles, which are added in one order."""
+    needs_wgmma(device, tile)
     quant = by_name(name)
     rng = np.random.default_rng(7)
-    n, k, tokens = 21, 128 * 11, 40
-    how = plan(quant, n, k, tokens, device.sm_count, device.shared_limit, tile=NARROW)
+    n, k, tokens = 21, 128 * 20, 40
+    how = plan(quant, n, k, tokens, device.sm_count, device.shared_limit, tiles=(tile,))
     assert how.waves == 0 and how.grid > 2
     w, values = matrix(device, rng, quant, n, k)
     x = rng.standard_normal((tokens, k)).astype(np.float32)
@@ -303,7 +334,7 @@ def test_a_tile_that_blocks_share_has_the_same_bits_every_time(
     results = []
     for _ in range(2):
         y = nan(device, tokens, n)
-        matmul_f16(device, w, activations, y, tile=NARROW, **scratch)
+        matmul_f16(device, w, activations, y, tile=tile, **scratch)
         results.append(device.download(y))
     exact = x.astype(np.float64) @ values.T
     assert np.all(np.abs(results[0] - exact) <= bound(values, x, quant))
@@ -311,16 +342,42 @@ def test_a_tile_that_blocks_share_has_the_same_bits_every_time(
     assert not device.download(scratch["arrivals"]).any()
 
 
-@pytest.mark.parametrize("tiles", [(13, 1), (25, 1), (12, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("tile", "tiles"),
+    [(NARROW, (13, 1)), (NARROW, (25, 1)), (NARROW, (12, 2)), (WIDE, (9, 1)), (WIDE, (8, 2))],
+    ids=str,
+)
 def test_whole_waves_and_shared_tiles_cover_everything(
-    device: Device, scratch: dict[str, object], tiles: tuple[int, int]
+    device: Device, scratch: dict[str, object], tile: Tile, tiles: tuple[int, int]
 ) -> None:
-    """On 4 SMs, 12 blocks: a wave and a shared tile, two and one, two waves and none."""
+    """On 4 SMs, 12 blocks: a wave and a shared tile, two and one, two waves and none; or of 8."""
+    needs_wgmma(device, tile)
     quant = by_name("Q4_0")
     if device.name != "SIMT shim":
         tiles = (tiles[0] * device.sm_count // 4, tiles[1])
-    n, tokens = 128 * tiles[0] - 5, 64 * tiles[1] - 37
-    check(device, scratch, quant, n, 256, tokens, NARROW)
+    n, tokens = 128 * tiles[0] - 5, tile.tokens * (tiles[1] - 1) + 27
+    check(device, scratch, quant, n, 256, tokens, tile)
+
+
+def test_blocks_share_tiles_evenly_where_there_are_fewer_tiles_than_blocks() -> None:
+    """28 tiles of 28 chunks: 7 blocks each, of 4 chunks; of 148 chunks as many as an SM has."""
+    for cols, blocks in ((3584, 7), (18944, 9)):
+        how = plan(by_name("Q4_K"), 3584, cols, 40, 132, 227 << 10, tiles=(WIDE,))
+        assert (how.grid, how.waves, how.units) == (28 * blocks, 0, 28 * cols // 128)
+    assert plan(by_name("Q4_K"), 3584, 3584, 129, 132, 227 << 10, tiles=(WIDE,)).tokens_each == 72
+
+
+def test_quantised_types_go_by_wgmma_on_sm_90_alone() -> None:
+    limit = 227 << 10
+    for quant in QUANTISED:
+        wide = tiles_of(90, quant, limit)
+        assert wide == ((LESS, WIDER) if quant.name == "Q6_K" else (WIDE,))
+        for tile in wide:
+            count = stages(quant, tile, limit)
+            assert count >= 2
+            assert tile.blocks * (shared_bytes(quant, tile, count) + 1024) <= 228 << 10
+        assert all(tiles_of(arch, quant, limit) == TILES for arch in (75, 80, 86, 89, 100, 120))
+    assert all(tiles_of(90, quant, limit) == TILES for quant in FLOATS)
 
 
 @pytest.mark.parametrize("height", [3000.0, 1e5, 3e-6])
@@ -429,11 +486,17 @@ def test_only_neighbours_that_one_launch_can_take_are_stacked(device: Device) ->
         matmul_f16(device, (whole, other), empty, nan(device, 2, 256), partials=None, arrivals=None)
 
 
-@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q8_0", "Q5_0", *HALVES])
+@pytest.mark.parametrize(
+    ("name", "tile"),
+    [(name, NARROW) for name in ("Q4_K", "Q6_K", "Q8_0", "Q5_0", *HALVES)]
+    + [("Q4_K", WIDE), ("Q6_K", LESS), ("Q6_K", WIDER)],
+    ids=str,
+)
 def test_gate_and_up_in_one_launch_equal_float64(
-    device: Device, scratch: dict[str, object], name: str
+    device: Device, scratch: dict[str, object], name: str, tile: Tile
 ) -> None:
-    check_gated(device, scratch, by_name(name), 19, NARROW)
+    needs_wgmma(device, tile)
+    check_gated(device, scratch, by_name(name), 19, tile)
 
 
 # units of a block, parts of K, tokens: a unit of a warp's pieces, the last block short; two blocks
@@ -481,17 +544,17 @@ def check_gated(
     assert np.all(np.abs(y - silu * b) <= error + 2 * HALF * np.abs(silu * b) + 64 * 2.0**-25)
 
 
-@pytest.mark.parametrize("name", ["Q4_0", "BF16"])
+@pytest.mark.parametrize("name", ["Q4_0", "Q6_K", "BF16"])
 def test_gate_and_up_of_every_tile_agree(
     device: Device, scratch: dict[str, object], name: str
 ) -> None:
     quant = by_name(name)
-    tokens, f, k = 9, 136, 128
+    tokens, f, k = 9, 136, 256
     rng = np.random.default_rng(11)
     gate, up = (matrix(device, rng, quant, f, k)[0] for _ in range(2))
     x = halved(device, rng.standard_normal((tokens, k)).astype(np.float32))
     results = []
-    for tile in TILES:
+    for tile in {*TILES, *tiles_of(device.arch, quant, device.shared_limit)}:
         out = Activations.empty(device, tokens, f, f16=True)
         gate_up_f16(device, gate, up, x, out, tile=tile, **scratch)
         results.append(device.download(out.h))

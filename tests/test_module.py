@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernel_fakes import FakeCupy, FakeDriver, device_on
+from kernel_fakes import FakeArray, FakeCupy, FakeDriver, device_on
 
 from minfer_cuda.errors import DeviceError, KernelError, OutOfMemoryError
 from minfer_cuda.kernels import module
@@ -148,6 +148,21 @@ def test_memory_that_does_not_suffice_is_told_with_the_sizes(cupy: FakeCupy) -> 
     cupy.full = True
     with pytest.raises(OutOfMemoryError, match=r"\(7, 9\) float32: 15 of 100 bytes"):
         device.empty((7, 9), np.float32)
+
+
+def test_a_matrix_is_described_to_the_driver_once(cupy: FakeCupy) -> None:
+    driver = FakeDriver()
+    device, array = device_on(driver), FakeArray()
+    array.shape = (40, 128)
+    first = device.tensor_map(array, 16)
+    assert driver.mapped == [(array.data.ptr, 40, 128, 16)]
+    assert device.tensor_map(array, 16) is first and bytes(first) == b"\x01" * 128
+    assert bytes(device.tensor_map(array, 24)) == b"\x02" * 128
+    driver.fail["tensor_map"] = DriverFailure(
+        "cuTensorMapEncodeTiled", 1, "CUDA_ERROR_INVALID_VALUE"
+    )
+    with pytest.raises(KernelError, match=r"a tensor map of .*CUDA_ERROR_INVALID_VALUE"):
+        device.tensor_map(array, 32)
 
 
 def test_waiting_reports_a_failed_kernel(cupy: FakeCupy) -> None:

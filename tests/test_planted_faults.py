@@ -108,6 +108,10 @@ def few_records(device: SimtDevice) -> None:
     product(device, "Q4_K", 77, 1024, None)
 
 
+def wide_records(device: SimtDevice) -> None:
+    product(device, "Q4_K", 77, 1024, f16.WIDE)
+
+
 def prefill(device: SimtDevice) -> None:
     attention.test_many_tokens_see_the_past_and_no_later_token(device, 17, 7, 64, 100, "float16")
 
@@ -186,7 +190,12 @@ FAULTS = [
           "        __syncwarp();\n    }", "\n    }", few_records, "race|uninitialised",
           "const ScalePairs<Q> pairs("),
     Fault("tokens not waited for", "matmul_few.cu", "copy_async_wait<0>();\n    __syncthreads();",
-          "copy_async_wait<0>();\n", few_records, "uninitialised", "v[n] = "),
+          "copy_async_wait<0>();\n", few_records, "uninitialised", "token_fragments<F::kTokens>"),
+    Fault("pairs read before they are made", "matmul_wgmma.cu",
+          "__syncthreads();  // everybody is done", "// everybody is done", wide_records,
+          "race|uninitialised", "const ScalePairs<Q> pairs("),
+    Fault("pairs of other blocks", "matmul_wgmma.cu", "(lane % 4 * 8 + lane / 4)",
+          "(lane % 2 * 8 + lane / 4)", wide_records, "race|uninitialised", "ring.pairs[("),
     Fault("misaligned vector", "matvec.cu", "return shared_bytes() + max(",
           "return shared_bytes() + 4 + max(", normed_matvec, "misaligned", "sums[i >> 5] ="),
 ]  # fmt: skip

@@ -70,6 +70,10 @@ class Device(Protocol):
     def download(self, array: DeviceArray) -> np.ndarray:
         """Copy to the host; waits for everything enqueued before."""
 
+    def tensor_map(self, array: DeviceArray, box_rows: int) -> ctypes.Structure:
+        """A matrix of f16 as kernels for sm_90 copy it, `box_rows` by 64 columns at once: TensorMap
+        of cuda/wgmma.cuh."""
+
     def pinned(self, shape: tuple[int, ...], dtype: DTypeLike) -> tuple[np.ndarray, DeviceArray]:
         """Host memory that kernels write directly: as the host sees it, and as they do."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from contextlib import suppress
 from typing import Any
@@ -125,6 +126,26 @@ class Driver:
         if self.version() < (12, 4):
             return None
         return tuple(self.call("cuFuncGetParamInfo", function, i)[1] for i in range(count))
+
+    def tensor_map(self, address: int, rows: int, columns: int, box_rows: int) -> bytes:
+        """The CUtensorMap of a row-major matrix of f16, copied in boxes of `box_rows` by 64 columns
+        with a swizzle of 128 bytes, zeros past its end."""
+        api = self._api
+        value = self.call(
+            "cuTensorMapEncodeTiled",
+            api.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+            2,
+            address,
+            [api.cuuint64_t(columns), api.cuuint64_t(rows)],
+            [api.cuuint64_t(2 * columns)],
+            [api.cuuint32_t(64), api.cuuint32_t(box_rows)],
+            [api.cuuint32_t(1), api.cuuint32_t(1)],
+            api.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            api.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            api.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+            api.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+        return ctypes.string_at(value.getPtr(), 128)
 
     def launch_config(
         self,

@@ -1,5 +1,5 @@
-"""Tokens times matrices of all types but F32 on f16 tensor cores. See cuda/matmul_f16.cu, and
-cuda/matmul_few.cu for few tokens."""
+"""Tokens times matrices of all types but F32 on f16 tensor cores. See cuda/matmul_f16.cu,
+cuda/matmul_wgmma.cu for sm_90, and cuda/matmul_few.cu for few tokens."""
 
 from __future__ import annotations
 
@@ -21,46 +21,53 @@ from minfer_cuda.quants import HALVES, QuantType, by_name
 
 PARTIALS = matmul_few.PARTIALS  # most float32 elements of shared tiles' sums, too
 ARRIVALS = matmul_few.ARRIVALS  # most shared tiles, too
+ROWS = 128  # of a tile
 _NEVER = 1 << 30  # a row tile past all
 _RESERVED = 1 << 10  # bytes of shared memory that the driver keeps of each block
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Tile<...> of cuda/matmul_f16.cu."""
+    """A tile of ROWS rows, and the kernel whose blocks multiply it."""
 
-    warps_m: int
-    warps_n: int
-    m_tiles: int
-    n_tiles: int
+    kernel: str  # with {} for the type and for the number of stages
+    tokens: int  # at most
+    by: int  # tokens of a tile are a multiple of it
+    threads: int
     blocks: int  # that share an SM
-    clocks: int  # of an SM for 128 values of K of a tile, where many follow (H200),
-    more: int = 0  # and for each 8 tokens of it
+    sums: int  # of a thread
+    start: int  # clocks of a launch, whatever it does (H200)
+    clocks: int  # of an SM for 128 values of K of a tile, where many follow,
+    more: int  # and for each 8 tokens of it
 
     @property
-    def threads(self) -> int:
-        return 32 * self.warps_m * self.warps_n
+    def stem(self) -> str:
+        """The kernel's file, without its ending."""
+        return self.kernel.partition("<")[0]
 
     @property
-    def rows(self) -> int:
-        return 16 * self.warps_m * self.m_tiles
-
-    @property
-    def tokens(self) -> int:
-        return 8 * self.warps_n * self.n_tiles
-
-    @property
-    def sums(self) -> int:
-        """Of a thread."""
-        return self.m_tiles * self.n_tiles * 4
+    def wide(self) -> bool:
+        """By cuda/matmul_wgmma.cu."""
+        return self.stem == "matmul_wgmma"
 
 
-SQUARE = Tile(2, 2, 4, 8, 2, 3850)  # 128 rows x 128 tokens: 290 TFLOP/s at 2,048 tokens
-NARROW = Tile(4, 1, 2, 8, 3, 1240, 137)  # 128 x 64: 190 at 64
-TILES = (NARROW, SQUARE)
-ROWS = 128  # of each
-_LAUNCH_CLOCKS = 14000  # of a launch, whatever it does
+_MMA, _WGMMA = "matmul_f16<{}, Tile<%s>, {}>", "matmul_wgmma<{}, %d, {}>"
+SQUARE = Tile(_MMA % "2, 2, 4, 8, 2, false", 128, 128, 128, 2, 128, 14000, 3850, 0)
+NARROW = Tile(_MMA % "4, 1, 2, 8, 3, true", 64, 8, 128, 3, 64, 14000, 1240, 137)
+LESS = Tile(_WGMMA % 96, 96, 8, 256, 2, 64, 33000, 640, 104)
+WIDE = Tile(_WGMMA % 128, 128, 8, 256, 2, 64, 33000, 640, 104)
+WIDER = Tile(_WGMMA % 256, 256, 16, 256, 1, 128, 54000, 1500, 68)
+TILES = (NARROW, SQUARE)  # of every card and type
 _SHARE_CLOCKS = 25  # to add up another block's part of a tile, for each sum of a thread
+_SHARED_CHUNKS = 4  # fewest of a tile that one of the blocks that share it is worth
+
+
+def tiles_of(arch: int, quant: QuantType, shared_limit: int) -> tuple[Tile, ...]:
+    """Those to choose from: wgmma is sm_90's, for records. Q6_K's are so large that two blocks of
+    128 tokens have no room on an SM."""
+    if arch != 90 or quant.name in HALVES:
+        return TILES
+    return (WIDE,) if stages(quant, WIDE, shared_limit) else (LESS, WIDER)
 
 
 def chunk_values(quant: QuantType) -> int:
@@ -69,20 +76,32 @@ def chunk_values(quant: QuantType) -> int:
 
 
 def stage_bytes(quant: QuantType, tile: Tile) -> int:
-    """A chunk: activations, and rows or the planes and the scales of a record. Stage::kBytes."""
+    """A chunk: activations, and rows or the planes and the scales of a record: Stage::kBytes. Of a
+    wide tile activations alone."""
+    tokens = tile.tokens * chunk_values(quant) * 2
+    if tile.wide:
+        return tokens
     if quant.name in HALVES:
-        return (tile.tokens + tile.rows) * chunk_values(quant) * 2
+        return tokens + ROWS * chunk_values(quant) * 2
     chunks = record_cols(quant) // 128
-    record = 8 * record_cols(quant) // quant.block_size * quant.block_bytes
     planes = 128 * (math.ceil(quant.bits_per_weight) - 1)  # 8 rows of a chunk
-    strip = planes + record - chunks * planes
-    return tile.tokens * 256 + tile.rows // 8 * strip
+    strip = planes + record_bytes(quant) - chunks * planes
+    return tokens + ROWS // 8 * strip
+
+
+def record_bytes(quant: QuantType) -> int:
+    """Of 8 rows: layout 2."""
+    return 8 * record_cols(quant) // quant.block_size * quant.block_bytes
 
 
 def shared_bytes(quant: QuantType, tile: Tile, stages: int) -> int:
-    """Of a block: stages and two tables of scale pairs."""
-    table = tile.rows * 4 * matmul_few.scale_pairs(quant) * 4
-    return stages * stage_bytes(quant, tile) + 2 * table
+    """Of a block: stages and two tables of scale pairs; of a wide tile a ring for each of 8 warps,
+    8 bytes a stage, a cursor and a word."""
+    pairs = 4 * 4 * matmul_few.scale_pairs(quant)  # bytes of a row
+    of_stages = stages * stage_bytes(quant, tile)
+    if tile.wide:
+        return of_stages + 8 * (4 * record_bytes(quant) + 16 * pairs + 64) + 8 * stages + 32
+    return of_stages + 2 * ROWS * pairs
 
 
 def stages(quant: QuantType, tile: Tile, shared_limit: int) -> int:
@@ -92,7 +111,7 @@ def stages(quant: QuantType, tile: Tile, shared_limit: int) -> int:
     """
     room = (shared_limit + _RESERVED) // tile.blocks - _RESERVED
     fitting = [n for n in (4, 3, 2) if shared_bytes(quant, tile, n) <= room]
-    if not fitting and shared_bytes(quant, tile, 2) <= shared_limit:
+    if not fitting and not tile.wide and shared_bytes(quant, tile, 2) <= shared_limit:
         return 2  # fewer blocks an SM
     return fitting[0] if fitting else 0
 
@@ -106,6 +125,7 @@ class Plan:
     grid: int
     waves: int  # of whole tiles
     token_tiles: int
+    tokens_each: int  # of a tile
     chunks: int  # of K
     units: int  # chunks of the tiles that are left
     clocks: float  # that it takes about
@@ -120,47 +140,49 @@ def plan(
     sm_count: int,
     shared_limit: int,
     *,
+    tiles: tuple[Tile, ...],
     gated: bool = False,
-    tile: Tile | None = None,
 ) -> Plan:
-    """The cheapest tile (or the one given), and whole waves of it before the shared tiles.
+    """The cheapest of the tiles, and whole waves of it before the shared tiles.
 
     `rows` of one matrix; a gated product has as many of the second.
     """
-    tiles = [t for t in (TILES if tile is None else (tile,)) if stages(quant, t, shared_limit) >= 2]
-    if not tiles:
+    fitting = [t for t in tiles if stages(quant, t, shared_limit) >= 2]
+    if not fitting:
         raise KernelError(f"matmul_f16: {quant.name} needs more than {shared_limit} bytes a block")
     in_all = 2 * padded(rows) if gated else rows
     chunks = ceil_div(cols, chunk_values(quant))
 
     def cost(t: Tile) -> float:
         """Clocks of an SM: its share of all products, and adding up where blocks share a tile."""
-        count = ceil_div(in_all, t.rows) * ceil_div(tokens, t.tokens)
+        count = ceil_div(in_all, ROWS) * ceil_div(tokens, t.tokens)
         units, blocks = count * chunks, sm_count * t.blocks
         shares = 0 if count % blocks == 0 else min(blocks, units) / min(count, blocks)
         clocks = t.clocks + t.more * ceil_div(tokens, 8) / ceil_div(tokens, t.tokens)
         clocks *= chunk_values(quant) / 128
         work = max(1.0, units / sm_count) * clocks + shares * t.sums * _SHARE_CLOCKS
-        return _LAUNCH_CLOCKS + work
+        return t.start + work
 
-    best = min(tiles, key=cost)
+    best = min(fitting, key=cost)
     token_tiles = ceil_div(tokens, best.tokens)
-    count = ceil_div(in_all, best.rows) * token_tiles
-    grid = min(sm_count * best.blocks, count * chunks, PARTIALS // (2 * best.rows * best.tokens))
+    each = best.by * ceil_div(tokens, best.by * token_tiles)
+    count = ceil_div(in_all, ROWS) * token_tiles
+    grid = min(sm_count * best.blocks, count * chunks, PARTIALS // (2 * best.sums * best.threads))
+    if count < grid:  # as many blocks for each tile
+        grid = count * max(1, min(grid // count, chunks // _SHARED_CHUNKS))
     waves = count // grid if count % grid == 0 else max(0, count // grid - 1)
     units = (count - waves * grid) * chunks
     of_tile = stages(quant, best, shared_limit)
-    return Plan(best, of_tile, grid, waves, token_tiles, chunks, units, cost(best))
+    return Plan(best, of_tile, grid, waves, token_tiles, each, chunks, units, cost(best))
 
 
 def instance(quant: QuantType, tile: Tile, stage_count: int) -> str:
     """The kernel's name."""
-    sizes = f"{tile.warps_m}, {tile.warps_n}, {tile.m_tiles}, {tile.n_tiles}, {tile.blocks}"
-    return f"matmul_f16<{quant.cuda_name}, Tile<{sizes}>, {stage_count}>"
+    return tile.kernel.format(quant.cuda_name, stage_count)
 
 
 def instances(types: Sequence[str]) -> list[str]:
-    """Those of a card with 227 KiB a block."""
+    """Those of cuda/matmul_f16.cu on a card with 227 KiB a block."""
     quants = [by_name(name) for name in types if name != "F32"]
     products = [
         instance(quant, tile, stages(quant, tile, 227 << 10)) for quant in quants for tile in TILES
@@ -170,12 +192,13 @@ def instances(types: Sequence[str]) -> list[str]:
 
 def instances_of(device: Device, quant: QuantType) -> set[tuple[str, str]]:
     """(stem, kernel) of those that the matrices of a type may need on a device."""
-    fitting = {tile: stages(quant, tile, device.shared_limit) for tile in TILES}
-    names = {instance(quant, tile, count) for tile, count in fitting.items() if count >= 2}
+    tiles = tiles_of(device.arch, quant, device.shared_limit)
+    fitting = {tile: stages(quant, tile, device.shared_limit) for tile in tiles}
+    kernels = {(tile.stem, instance(quant, tile, n)) for tile, n in fitting.items() if n >= 2}
     if has_peak(quant):
-        names.add(f"peak<{quant.cuda_name}>")
-    few = {matmul_few.instance(quant, tiles) for tiles in matmul_few.TILES}
-    return {("matmul_f16", name) for name in names} | {("matmul_few", name) for name in few}
+        kernels.add(("matmul_f16", f"peak<{quant.cuda_name}>"))
+    few = {("matmul_few", matmul_few.instance(quant, tiles)) for tiles in matmul_few.TILES}
+    return kernels | few
 
 
 class _Tiled(ctypes.Structure):
@@ -183,7 +206,10 @@ class _Tiled(ctypes.Structure):
 
     _fields_ = [
         ("product", Product),
-        *[(name, ctypes.c_int32) for name in ("token_tiles", "chunks", "waves", "whole", "units")],
+        *[
+            (name, ctypes.c_int32)
+            for name in ("token_tiles", "chunks", "tokens_each", "waves", "whole", "units")
+        ],
     ]
 
 
@@ -327,17 +353,23 @@ def _launch(
     product.partial, product.arrived = pointer(partials), pointer(arrivals)
     product.k, product.tokens = w.cols, x.tokens
     sizes = (w.quant, product.n, product.k, x.tokens, device.sm_count, device.shared_limit)
-    tiled = plan(*sizes, gated=gated, tile=tile)
+    tiles = (tile,) if tile else tiles_of(device.arch, w.quant, device.shared_limit)
+    tiled = plan(*sizes, tiles=tiles, gated=gated)
     few = None if tile else matmul_few.plan(*sizes, gated=gated)
     if few is not None and few.clocks(device.sm_count) < tiled.clocks:
         matmul_few.launch(device, product, w.quant, few)
     else:
-        _launch_tiles(device, product, w.quant, tiled)
+        _launch_tiles(device, product, w.quant, tiled, x)
 
 
-def _launch_tiles(device: Device, product: Product, quant: QuantType, how: Plan) -> None:
+def _launch_tiles(
+    device: Device, product: Product, quant: QuantType, how: Plan, x: Activations
+) -> None:
     whole = how.waves * how.grid
-    arguments = _Tiled(product, how.token_tiles, how.chunks, how.waves, whole, how.units)
-    kernel = device.kernel("matmul_f16", instance(quant, how.tile, how.stages))
+    arguments = _Tiled(
+        product, how.token_tiles, how.chunks, how.tokens_each, how.waves, whole, how.units
+    )
+    kernel = device.kernel(how.tile.stem, instance(quant, how.tile, how.stages))
+    tokens = (device.tensor_map(x.h, how.tokens_each),) if how.tile.wide else ()
     shared = shared_bytes(quant, how.tile, how.stages)
-    kernel(how.grid, how.tile.threads, arguments, shared=shared)
+    kernel(how.grid, how.tile.threads, arguments, *tokens, shared=shared)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
@@ -20,6 +21,12 @@ from minfer_cuda.kernels.launch import CudaKernel, LaunchQueue, Limits, argument
 MIN_ARCH = 75
 # Python sees a signal that comes just as it begins to wait for a lock only after the wait.
 SIGNAL_S = 0.1
+
+
+class TensorMap(ctypes.Structure):
+    """CUtensorMap."""
+
+    _fields_ = [("words", ctypes.c_uint64 * 16)]
 
 
 class CudaDevice:
@@ -53,6 +60,7 @@ class CudaDevice:
         self.queue = LaunchQueue(driver, context, self.stream.ptr, limits, self.arch)
         self._kernels: dict[tuple[str, str], CudaKernel] = {}
         self._sources: dict[str, Source] = {}
+        self._tensor_maps: dict[tuple[int, ...], TensorMap] = {}
         self._frozen = False
 
     @staticmethod
@@ -177,6 +185,17 @@ class CudaDevice:
         with self.told("copying to the host"), self.current():
             host: np.ndarray = self._cupy.asnumpy(array, stream=self.stream)
             return host
+
+    def tensor_map(self, array: DeviceArray, box_rows: int) -> ctypes.Structure:
+        key = (array.data.ptr, *array.shape, box_rows)
+        found = self._tensor_maps.get(key)
+        if found is None:
+            try:
+                words = self.queue.driver.tensor_map(*key)
+            except DriverFailure as error:
+                raise KernelError(f"a tensor map of {argument_words([array])}: {error}") from error
+            found = self._tensor_maps[key] = TensorMap.from_buffer_copy(words)
+        return found
 
     def pinned(self, shape: tuple[int, ...], dtype: DTypeLike) -> tuple[np.ndarray, DeviceArray]:
         """Host memory that kernels write directly: as the host sees it, and as they do."""

@@ -215,6 +215,15 @@ class SimtKernel:
         return f" (byte {at} of argument {i}, {_words([array])}, {array.nbytes} bytes)"
 
 
+class TensorMap(ctypes.Structure):
+    """That of cuda/wgmma.cuh under MINFER_SIMT: address, columns, rows."""
+
+    _fields_ = [("words", ctypes.c_uint64 * 16)]
+
+    def __init__(self, words: tuple[int, ...]):
+        super().__init__((ctypes.c_uint64 * 16)(*words))
+
+
 class SimtDevice:
     """Runs launches at once, on the calling thread.
 
@@ -287,6 +296,9 @@ class SimtDevice:
     @property
     def free_bytes(self) -> int:
         return 1 << 40
+
+    def tensor_map(self, array: SimtArray, box_rows: int) -> ctypes.Structure:
+        return TensorMap((array.data.ptr, array.shape[1], array.shape[0]))
 
     def pinned(self, shape: tuple[int, ...], dtype: DTypeLike) -> tuple[np.ndarray, SimtArray]:
         array = self.zeros(shape, dtype)
