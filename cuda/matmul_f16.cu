@@ -204,6 +204,7 @@ __device__ inline void multiply(float (&acc)[T::kMTiles][T::kNTiles][4], const c
     const uint8_t* weights = reinterpret_cast<const uint8_t*>(stage) + Stage<Q, T>::kPlanes +
                              warp_m * T::kMTiles * 2 * Chunk<Q>::kStripBytes;
     table += (warp_m * T::kMTiles * 32 + g) * 2 * kHalves;
+    const unsigned x = token_offset(lane / 8, warp_n * T::kNTiles * 8 + lane % 8, T::kTokens);  // of block 0: as token_fragments
     typename Chunk<Q>::Lane l[T::kMTiles][2];
     auto rows = [&](uint32_t (&to)[2][4], int m, int b) {
         const uint8_t* strips = weights + m * 2 * Chunk<Q>::kStripBytes;
@@ -213,7 +214,7 @@ __device__ inline void multiply(float (&acc)[T::kMTiles][T::kNTiles][4], const c
             record_fragments<Q>(to, l[m], strips, table + (m * 4 + b) * 16 * kHalves, lane, b);
     };
     auto columns = [&](uint32_t (&to)[2][2], int n, int b) {
-        token_fragments<T::kTokens>(to, stage, b, (warp_n * T::kNTiles + n) * 8, lane);
+        load_matrices<false>(&to[0][0], stage + ((x ^ b % 2 * 64) + b / 2 * T::kTokens * 128 + n * 1024));
     };
 #pragma unroll
     for (int b = 0; b < Chunk<Q>::kValues / 32; ++b) {

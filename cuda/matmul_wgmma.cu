@@ -40,8 +40,8 @@ struct alignas(16) Ring {
     Cursor next;
 
     __device__ void begin(const F16Arguments& a, const Cursor& first) {
-        arrivals[0].begin(1);
-        arrivals[1].begin(1);
+        arrivals[0].begin();
+        arrivals[1].begin();
         next = first;
         find(a);
     }
@@ -211,7 +211,7 @@ __global__ void __launch_bounds__(256, Tokens > 128 ? 1 : 2) matmul_wgmma(F16Arg
     if (threadIdx.x == 0) {
         *ahead = at;
         for (int i = 0; i < Stages; ++i) {
-            arrivals[i].begin(1);
+            arrivals[i].begin();
             if (i == Stages - 1 || ahead->tile < 0) continue;
             load_tokens<T>(stages + i * T::kStage, arrivals[i], a, map, *ahead);
             ahead->advance(a);

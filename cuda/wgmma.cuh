@@ -50,10 +50,10 @@ __device__ inline void before_bulk_copy() {
 struct Arrival {
     uint64_t state;
 
-    // By one thread, before a barrier of all: `expects` of a phase.
-    __device__ void begin(int expects) {
+    // By one thread, before a barrier of all. A phase is over once it was told how many bytes to expect, and all came.
+    __device__ void begin() {
 #ifdef MINFER_WGMMA
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n\tfence.proxy.async.shared::cta;" ::"r"(at()), "r"(expects) : "memory");
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n\tfence.proxy.async.shared::cta;" ::"r"(at()) : "memory");
 #endif
     }
     __device__ void expect(int bytes) {
