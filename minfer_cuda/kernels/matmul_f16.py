@@ -94,13 +94,13 @@ def record_bytes(quant: QuantType) -> int:
     return 8 * record_cols(quant) // quant.block_size * quant.block_bytes
 
 
-def shared_bytes(quant: QuantType, tile: Tile, stages: int) -> int:
+def shared_bytes(quant: QuantType, tile: Tile, stage_count: int) -> int:
     """Of a block: stages and two tables of scale pairs; of a wide tile a ring for each of 8 warps,
     8 bytes a stage, a cursor and a word."""
     pairs = 4 * 4 * matmul_few.scale_pairs(quant)  # bytes of a row
-    of_stages = stages * stage_bytes(quant, tile)
+    of_stages = stage_count * stage_bytes(quant, tile)
     if tile.wide:
-        return of_stages + 8 * (4 * record_bytes(quant) + 16 * pairs + 64) + 8 * stages + 32
+        return of_stages + 8 * (4 * record_bytes(quant) + 16 * pairs + 64) + 8 * stage_count + 32
     return of_stages + 2 * ROWS * pairs
 
 
