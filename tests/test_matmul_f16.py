@@ -82,7 +82,7 @@ def bound(w: np.ndarray, x: np.ndarray, quant: QuantType) -> np.ndarray:
 
 
 def unpermute(h: np.ndarray) -> np.ndarray:
-    """f16 activations (T, Kp) in the order of K."""
+    """f16 activations (T, Kp) in the order of K: undoes half_offset of cuda/quants_f16.cuh."""
     k = np.arange(128)
     at = k // 16 * 16 + k % 2 * 8 + k // 2 % 8
     return h.reshape(h.shape[0], -1, 128)[:, :, at].reshape(h.shape)

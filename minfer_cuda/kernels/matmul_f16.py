@@ -22,6 +22,7 @@ from minfer_cuda.quants import HALVES, QuantType, by_name
 PARTIALS = matmul_few.PARTIALS  # most float32 elements of shared tiles' sums, too
 ARRIVALS = matmul_few.ARRIVALS  # most shared tiles, too
 ROWS = 128  # of a tile
+SM90_SHARED = 227 << 10  # bytes that a block may have there
 _NEVER = 1 << 30  # a row tile past all
 _RESERVED = 1 << 10  # bytes of shared memory that the driver keeps of each block
 
@@ -62,6 +63,7 @@ _SHARE_CLOCKS = 25  # to add up another block's part of a tile, for each sum of 
 _SHARED_CHUNKS = 4  # fewest of a tile that one of the blocks that share it is worth
 
 
+@functools.cache
 def tiles_of(arch: int, quant: QuantType, shared_limit: int) -> tuple[Tile, ...]:
     """Those to choose from: wgmma is sm_90's, for records. Q6_K's are so large that two blocks of
     128 tokens have no room on an SM."""
@@ -182,10 +184,12 @@ def instance(quant: QuantType, tile: Tile, stage_count: int) -> str:
 
 
 def instances(types: Sequence[str]) -> list[str]:
-    """Those of cuda/matmul_f16.cu on a card with 227 KiB a block."""
+    """Those of cuda/matmul_f16.cu, with as many stages as sm_90 has room for."""
     quants = [by_name(name) for name in types if name != "F32"]
     products = [
-        instance(quant, tile, stages(quant, tile, 227 << 10)) for quant in quants for tile in TILES
+        instance(quant, tile, stages(quant, tile, SM90_SHARED))
+        for quant in quants
+        for tile in TILES
     ]
     return [*products, *(f"peak<{q.cuda_name}>" for q in quants if has_peak(q)), "halve"]
 

@@ -15,6 +15,7 @@ from numpy.typing import DTypeLike
 
 from minfer_cuda.errors import KernelError
 from minfer_cuda.kernels.compiler import expand_source
+from minfer_cuda.kernels.module import TensorMap
 
 from . import build
 from .abi import Fault, Launch, Module, Parameter, Range
@@ -215,15 +216,6 @@ class SimtKernel:
         return f" (byte {at} of argument {i}, {_words([array])}, {array.nbytes} bytes)"
 
 
-class TensorMap(ctypes.Structure):
-    """That of cuda/wgmma.cuh under MINFER_SIMT: address, columns, rows."""
-
-    _fields_ = [("words", ctypes.c_uint64 * 16)]
-
-    def __init__(self, words: tuple[int, ...]):
-        super().__init__((ctypes.c_uint64 * 16)(*words))
-
-
 class SimtDevice:
     """Runs launches at once, on the calling thread.
 
@@ -298,7 +290,10 @@ class SimtDevice:
         return 1 << 40
 
     def tensor_map(self, array: SimtArray, box_rows: int) -> ctypes.Structure:
-        return TensorMap((array.data.ptr, array.shape[1], array.shape[0]))
+        """Address, columns, rows: what that of cuda/wgmma.cuh has under MINFER_SIMT."""
+        words = TensorMap()
+        words.words[:3] = [array.data.ptr, array.shape[1], array.shape[0]]
+        return words
 
     def pinned(self, shape: tuple[int, ...], dtype: DTypeLike) -> tuple[np.ndarray, SimtArray]:
         array = self.zeros(shape, dtype)
