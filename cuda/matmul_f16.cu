@@ -316,10 +316,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks) matmul_f16(F16Argumen
             parity ^= 1;
         } while (at.tile == tile);
 
-        const int shared_tile = tile - a.whole, unit = shared_tile * a.chunks;
-        const bool shared = shared_tile >= 0 && (unit < first_unit(a, blockIdx.x) ||
-                                                 unit + a.chunks > first_unit(a, blockIdx.x + 1));
-        if (shared && !add_shares<T>(acc, a, shared_tile, &order, T::kNTiles)) continue;
+        if (is_shared(a, tile) && !add_shares<T>(acc, a, tile - a.whole, &order, T::kNTiles)) continue;
         const Place<T> place;
         const int lane = place.lane, warp_m = place.warp_m, warp_n = place.warp_n;
         const int row0 = tile / a.token_tiles * T::kRows + warp_m * T::kMTiles * 16;

@@ -88,6 +88,17 @@ struct ScalePairs {
         }
     }
 };
+// A lane's part of such a table, four blocks of a chunk by eight rows g: of block lane % 4, row g = lane / 4 (r = 0) or g + 8,
+// whose scales are `pair`.
+template <class Q>
+__device__ inline void store_scales(uint32_t* table, const typename Q::Pair& pair, int r, float lift, int chunk, int lane) {
+    constexpr int kHalves = ScalePairs<Q>::kHalves;
+    const int p = 2 * (chunk % Q::kChunks) + (lane >> 1) % 2, i = lane % 2;
+#pragma unroll
+    for (int h = 0; h < kHalves; ++h)
+        table[((lane % 4 * 8 + lane / 4) * 2 + r) * kHalves + h] =
+            half_scale<Q>(scale_of<Q>(pair, p, i, h), minimum_of<Q>(pair, p, i, h), lift);
+}
 // Row g (r = 0) or g + 8 of the fragments of block b, one each half, from its words ...
 template <class Q>
 __device__ inline void weight_fragments(uint32_t (&a)[2][4], int r, const typename Q::Lane& l, int b,

@@ -59,14 +59,9 @@ struct Piece {
     }
     // Lanes of row g one block each, as record_fragments has the table.
     __device__ void fill(uint32_t* table, const Lifts<Q>& lifts, int chunk, int lane) const {
-        const int p = 2 * (chunk % Q::kChunks) + (lane >> 1) % 2, i = lane % 2;
         __syncwarp();  // read by all
 #pragma unroll
-        for (int r = 0; r < 2; ++r)
-#pragma unroll
-            for (int h = 0; h < kHalves; ++h)
-                table[((lane % 4 * 8 + lane / 4) * 2 + r) * kHalves + h] =
-                    half_scale<Q>(scale_of<Q>(scales[r], p, i, h), minimum_of<Q>(scales[r], p, i, h), lifts.of[r]);
+        for (int r = 0; r < 2; ++r) store_scales<Q>(table, scales[r], r, lifts.of[r], chunk, lane);
         __syncwarp();
     }
     __device__ void fragments(uint32_t (&a)[2][4], const uint32_t* table, const Lifts<Q>&, int b, int lane) const {
@@ -133,14 +128,13 @@ template <int Tiles>
 __device__ inline void copy_tokens(char* to, const F16Product& a, int first, int groups) {
     using F = Few<Tiles>;
     constexpr int kPieces = kTokenBytes / 16, kOfGroup = kPieces * F::kTokens;
-    static_assert(kThreads % kOfGroup == 0, "whole groups at once");
-    const int piece = threadIdx.x % kPieces, slot = threadIdx.x / kPieces % F::kTokens;
-    const int token = blockIdx.y * F::kTokens + slot;
     const int64_t row = static_cast<int64_t>(ceil_div(a.k, kGroup)) * kTokenBytes;
-    const uint8_t* from = a.h + min(token, a.tokens - 1) * row + first * kTokenBytes + piece * 16;
-    to += token_offset(piece, slot, F::kTokens);
-    for (int i = threadIdx.x / kOfGroup; i < groups; i += kThreads / kOfGroup)
-        copy_async16(to + i * F::kGroupBytes, from + i * kTokenBytes, token < a.tokens);
+    for (int i = threadIdx.x; i < groups * kOfGroup; i += kThreads) {
+        const int piece = i % kPieces, slot = i / kPieces % F::kTokens, group = i / kOfGroup;
+        const int token = blockIdx.y * F::kTokens + slot;
+        const uint8_t* from = a.h + min(token, a.tokens - 1) * row + (first + group) * kTokenBytes + piece * 16;
+        copy_async16(to + group * F::kGroupBytes + token_offset(piece, slot, F::kTokens), from, token < a.tokens);
+    }
     copy_async_commit();
 }
 

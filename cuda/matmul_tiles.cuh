@@ -4,7 +4,8 @@
 // Work    a unit is a tile by a chunk of K. Block i of G takes the whole tiles i, i + G, ... of `waves` waves, then
 //         1/G of the units of the tiles that are left, in order; a tile shared by blocks is added up by
 //         the one that arrives last, in the order of K (no bit depends on timing). `arrived` (tiles that are
-//         left) is zero before and after.
+//         left) is zero before and after. Where the grid has a z, one tile a block in x and y, the chunks of
+//         which are shared by its z.
 #pragma once
 #include "matmul_f16.cuh"
 
@@ -23,6 +24,11 @@ __device__ inline int first_unit(const F16Arguments& a, int block) {
 __device__ inline int owner(const F16Arguments& a, int unit) {
     return (static_cast<unsigned>(unit + 1) * gridDim.x - 1) / a.units;
 }
+// Whether this block has only a part of a tile that it has something of.
+__device__ inline bool is_shared(const F16Arguments& a, int tile) {
+    const int unit = (tile - a.whole) * a.chunks;
+    return tile >= a.whole && (unit < first_unit(a, blockIdx.x) || unit + a.chunks > first_unit(a, blockIdx.x + 1));
+}
 // Where block `block` puts its sums of a shared tile: it may have two such tiles. `first`: the block that
 // begins the tile, after the end of another or not; all others begin inside it.
 __device__ inline int share_slot(const F16Arguments& a, int block, int first, int tile) {
@@ -32,7 +38,12 @@ __device__ inline int share_slot(const F16Arguments& a, int block, int first, in
 // A block's units in order: `chunk` of `tile`, tile < 0 at the end. `row_tile` of all matrices.
 struct Cursor {
     int tile, chunk, end, wave, unit, row_tile;
-    __device__ explicit Cursor(const F16Arguments& a) : wave(0), unit(first_unit(a, blockIdx.x)) { next_tile(a); }
+    __device__ explicit Cursor(const F16Arguments& a) : wave(0), unit(first_unit(a, blockIdx.x)) {
+        next_tile(a);
+        if (gridDim.z == 1) return;
+        tile = blockIdx.x, row_tile = tile / a.token_tiles;
+        chunk = a.chunks * blockIdx.z / gridDim.z, end = a.chunks * (blockIdx.z + 1) / gridDim.z;
+    }
     __device__ void next_tile(const F16Arguments& a) {
         const int last = first_unit(a, blockIdx.x + 1);
         if (wave < a.waves) {
@@ -100,8 +111,6 @@ __device__ inline bool add_shares(float (&acc)[T::kMTiles][T::kNTiles][4], const
     __syncthreads();
     if (*order != last - first) return false;
     __threadfence();
-#pragma unroll
-    for (int i = 0; i < T::kSums; ++i) sums[i] = 0.0f;
     for (int block = first; block <= last; ++block) {
         const float* from = a.partial + share_slot(a, block, first, tile) * kFloats + threadIdx.x;
 #pragma unroll
@@ -114,7 +123,8 @@ __device__ inline bool add_shares(float (&acc)[T::kMTiles][T::kNTiles][4], const
                 if (j % 16 == 15) __syncwarp();  // no more loads at once than there are registers left
             }
 #pragma unroll
-            for (int j = 0; j < T::kSharesAtOnce; ++j) sums[i + j] = __fadd_rn(sums[i + j], share[j]);
+            for (int j = 0; j < T::kSharesAtOnce; ++j)
+                sums[i + j] = block == first ? share[j] : __fadd_rn(sums[i + j], share[j]);
         }
     }
     return true;

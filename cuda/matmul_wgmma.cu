@@ -18,6 +18,7 @@
 //         leave 96 registers. 256 tokens with one block an SM are slower for all types whose records leave room
 //         for two blocks of 128 (gate/up at 2,048: 1,335 us, not 1,245).
 // arch-specific: sm_90a
+#include "cluster.cuh"
 #include "wgmma.cuh"
 
 // Two warpgroups, each 64 rows by up to Tokens tokens; up to 128 tokens two blocks an SM.
@@ -25,6 +26,7 @@ template <int Tokens>
 struct Wide {
     static constexpr int kMTiles = 1, kNTiles = Tokens > 128 ? 32 : 16, kThreads = 256, kWarps = kThreads / kWarp;
     static constexpr int kRows = 128, kStrips = kRows / 8, kTokens = Tokens, kSums = kNTiles * 4, kSharesAtOnce = 16;
+    static constexpr int kBy = Tokens > 128 ? 2 : 1;  // that many 8 tokens, of which wgmma takes some
     static constexpr int kStage = Tokens * 256;  // bytes of 128 values of the tokens
 };
 
@@ -63,22 +65,18 @@ struct alignas(16) Ring {
     }
 };
 
-// The {S, M} pairs of chunk `chunk` of a warp's records: lanes of row g one block each, as ScalePairs has them; to be read
-// after a barrier.
+// The {S, M} pairs of chunk `chunk` of a warp's records.
 template <class Q, class T>
 __device__ inline void convert_scales(Ring<Q, T>& ring, int slot, const Lifts<Q>& lifts, int chunk) {
-    constexpr int kHalves = ScalePairs<Q>::kHalves;
-    const int lane = threadIdx.x % kWarp, p = 2 * (chunk % Q::kChunks) + (lane >> 1) % 2, i = lane % 2;
+    const int lane = thread_again() % kWarp, p = 2 * (chunk % Q::kChunks) + (lane >> 1) % 2;
     __syncwarp();  // read by all
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const typename Q::Pair scales =
             Q::template load_pair<Shared>(reinterpret_cast<const uint8_t*>(ring.records[slot][r]), lane >> 2, p);
-#pragma unroll
-        for (int h = 0; h < kHalves; ++h)
-            ring.pairs[((lane % 4 * 8 + lane / 4) * 2 + r) * kHalves + h] =
-                half_scale<Q>(scale_of<Q>(scales, p, i, h), minimum_of<Q>(scales, p, i, h), lifts.of[r]);
+        store_scales<Q>(ring.pairs, scales, r, lifts.of[r], chunk, lane);
     }
+    __syncwarp();
 }
 
 // The chunk's tokens, by one thread.
@@ -92,9 +90,9 @@ __device__ inline void load_tokens(char* stage, Arrival& arrival, const F16Argum
 }
 
 // ---- products -------------------------------------------------------------------------------------------------
-// acc += a chunk, `tiles` of 8 tokens, while the rows of the next block are unpacked.
-template <class Q, class T>
-__device__ inline void multiply(float (&acc)[1][T::kNTiles][4], const Ring<Q, T>& ring, int slot, int chunk, const char* tokens, int tiles) {
+// acc += a chunk, Tiles of 8 tokens, while the rows of the next block are unpacked, or next() makes the next chunk ready.
+template <class Q, class T, int Tiles, class Next>
+__device__ __forceinline__ void multiply_some(float (&acc)[1][T::kNTiles][4], const Ring<Q, T>& ring, int slot, int chunk, const char* tokens, const Next& next) {
     constexpr int kHalves = ScalePairs<Q>::kHalves;
     const int lane = threadIdx.x % kWarp;
     typename Q::Lane words[2];
@@ -107,79 +105,153 @@ __device__ inline void multiply(float (&acc)[1][T::kNTiles][4], const Ring<Q, T>
             load_words<Q>(words[r], reinterpret_cast<const uint8_t*>(ring.records[slot][r]) + chunk % Q::kChunks * Q::kChunkBytes, lane, b);
             weight_fragments<Q>(a[b % 2], r, words[r], b, pairs);
         }
-        wgmma_f16(acc[0], a[b % 2], tokens + b / 2 * T::kStage / 2 + b % 2 * 64, tiles);
+        wgmma_f16<Tiles>(acc[0], a[b % 2], tokens + b / 2 * T::kStage / 2 + b % 2 * 64);
         wgmma_commit();
         if (b < 3) wgmma_wait<1>();
     }
+    next();
     wgmma_wait<0>();
+}
+// The same of a number of tiles, Least, Least + By, ... or Most, that is known here: code without a jump at each wgmma, which
+// would end its group.
+template <class Q, class T, int Least = T::kBy, int Most = T::kTokens / 8, class Next>
+__device__ __forceinline__ void multiply(float (&acc)[1][T::kNTiles][4], const Ring<Q, T>& ring, int slot, int chunk, const char* tokens, int tiles, const Next& next) {
+    constexpr int kHalf = Least + (Most - Least) / T::kBy / 2 * T::kBy;
+    if constexpr (Least == Most)
+        multiply_some<Q, T, Most>(acc, ring, slot, chunk, tokens, next);
+    else if (tiles <= kHalf)
+        multiply<Q, T, Least, kHalf>(acc, ring, slot, chunk, tokens, tiles, next);
+    else
+        multiply<Q, T, kHalf + T::kBy, Most>(acc, ring, slot, chunk, tokens, tiles, next);
 }
 
 // ---- results --------------------------------------------------------------------------------------------------
-// A tile's sums, half of the tokens at a time through shared memory, so that rows of y are written whole and by little code,
-// which runs cold. `room`: a stage, tokens x 128 floats, in which rows change places by token.
-__device__ inline float& sum_at(float* room, unsigned token, unsigned row) {
-    return room[token * 128 + (row ^ (token / 2 % 4 * 8))];
-}
+// A tile's sums go through shared memory, so that rows of y are written whole and by little code, which runs cold:
+// eight tokens after each other, 128 rows each. Of a tile that a cluster shares each block has a part of all sums.
+struct Sums {
+    float* own;
+    int blocks;
+
+    // Of token t of eight: rows g of all warps, which are gates, before rows g + 8, and those change places by token.
+    __device__ static unsigned at(unsigned eight, unsigned t, unsigned row) {
+        return eight * 1024 + t * 128 + row / 8 % 2 * 64 + ((row / 16 * 8 + row % 8) ^ t / 2 * 8);
+    }
+    // N of them at at(i), in the order of K.
+    template <int N, class At>
+    __device__ void load(float (&v)[N], const At& at) const {
+#pragma unroll
+        for (int i = 0; i < N; ++i) v[i] = 0.0f;
+#pragma unroll 2
+        for (int block = 0; block < blocks; ++block) {
+            const float* from = blocks == 1 ? own : cluster_peer(own, block);
+#pragma unroll
+            for (int i = 0; i < N; ++i) v[i] = __fadd_rn(v[i], from[at(i)]);
+        }
+    }
+};
+// The `count` tokens from `token0` on, of these the eights begin .. end - 1. All loads of some tokens come before the first
+// store: y may be residual.
 template <class Q>
-__device__ inline void write_tile_rows(float* room, const F16Arguments& a, int row0, int token0, int count) {
-    const int row = row0 + threadIdx.x % 128;
+__device__ inline void write_tile_rows(const Sums& sums, const F16Arguments& a, int row0, int token0, int count, int begin, int end) {
+    const int r = threadIdx.x % 128, row = row0 + r;
     if (row >= a.n) return;
     const float unlift = undo_lift<Q>(a.peak), bias = a.bias ? a.bias[row] : 0.0f;
-#pragma unroll 4
-    for (int t = threadIdx.x / 128; t < count; t += 2) {
-        const int64_t at = static_cast<int64_t>(token0 + t) * a.stride + row;
-        float v = __fmul_rn(sum_at(room, t, row - row0), __fmul_rn(unlift, a.hs[token0 + t]));
-        if (a.bias) v = __fadd_rn(v, bias);
-        if (a.residual) v = __fadd_rn(a.residual[at], v);
-        a.y[at] = v;
+#pragma unroll 1
+    for (int eight = begin; eight < end; ++eight) {
+        const int first = eight * 8 + threadIdx.x / 128;
+        float v[4], scales[4], residual[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int token = token0 + first + 2 * i;
+            const bool valid = first + 2 * i < count;
+            scales[i] = valid ? a.hs[token] : 0.0f;
+            residual[i] = valid && a.residual ? a.residual[static_cast<int64_t>(token) * a.stride + row] : 0.0f;
+        }
+        sums.load(v, [&](int i) { return Sums::at(eight, threadIdx.x / 128 + 2 * i, r); });
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (first + 2 * i >= count) break;
+            v[i] = __fmul_rn(v[i], __fmul_rn(unlift, scales[i]));
+            if (a.bias) v[i] = __fadd_rn(v[i], bias);
+            if (a.residual) v[i] = __fadd_rn(residual[i], v[i]);
+            a.y[static_cast<int64_t>(token0 + first + 2 * i) * a.stride + row] = v[i];
+        }
     }
 }
 // Rows g and g + 8 of each 16 are gate and up of a neuron; a thread makes neurons k and k + 2, neighbours in
-// half_offset's order.
+// half_offset's order, of two tokens at once.
 template <class Q>
-__device__ inline void write_tile_neurons(float* room, const F16Arguments& a, int row0, int token0, int count) {
+__device__ inline void write_tile_neurons(const Sums& sums, const F16Arguments& a, int row0, int token0, int count, int begin, int end) {
     const int padded = ceil_div(a.n, 128) * 128, pair = threadIdx.x % 32, k = pair / 2 * 4 + pair % 2;
     const int neuron = row0 / 2 + k, row = k / 8 * 16 + k % 8;
     const float gate_unlift = undo_lift<Q>(a.peak), up_unlift = undo_lift<Q>(a.up_peak);
 #pragma unroll 1
-    for (int t = threadIdx.x / 32; t < count; t += 8) {
-        const int token = token0 + t;
-        const float hs = a.hs[token], gate_scale = __fmul_rn(gate_unlift, hs), up_scale = __fmul_rn(up_unlift, hs);
-        uint32_t bits[2];
+    for (int eight = begin; eight < end; eight += 2) {
+        const int first = eight * 8 + threadIdx.x / 32, other = min(eight + 1, end - 1);
+        const float scales[2] = {a.hs[token0 + min(first, count - 1)], a.hs[token0 + min(first + 8, count - 1)]};
+        float v[8];  // of each token two gates and two ups
+        sums.load(v, [&](int i) {
+            return Sums::at(i < 4 ? eight : other, threadIdx.x / 32, row) + i % 2 * 2 + i / 2 % 2 * 64;
+        });
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const float v = swiglu_value(__fmul_rn(sum_at(room, t, row + 2 * i), gate_scale),
-                                         __fmul_rn(sum_at(room, t, row + 2 * i + 8), up_scale));
-            bits[i] = neuron + 2 * i < a.n ? __half_as_ushort(__float2half_rn(__fmul_rn(v, 1.0f / kNeuronScale))) : 0;
+            if (eight + i >= end || first + 8 * i >= count) break;
+            const int token = token0 + first + 8 * i;
+            const float gate_scale = __fmul_rn(gate_unlift, scales[i]), up_scale = __fmul_rn(up_unlift, scales[i]);
+            uint32_t bits[2];
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const float x = swiglu_value(__fmul_rn(v[4 * i + j], gate_scale), __fmul_rn(v[4 * i + 2 + j], up_scale));
+                bits[j] = neuron + 2 * j < a.n ? __half_as_ushort(__float2half_rn(__fmul_rn(x, 1.0f / kNeuronScale))) : 0;
+            }
+            if (row0 == 0 && pair == 0) a.neuron_scale[token] = kNeuronScale;
+            if (neuron >= padded) continue;
+            uint8_t* to = a.neurons + (static_cast<int64_t>(token) * padded + (neuron & ~127) + half_offset(neuron & 127)) * 2;
+            *reinterpret_cast<uint32_t*>(to) = bits[0] | bits[1] << 16;
         }
-        if (row0 == 0 && pair == 0) a.neuron_scale[token] = kNeuronScale;
-        if (neuron >= padded) continue;
-        uint8_t* to = a.neurons + (static_cast<int64_t>(token) * padded + (neuron & ~127) + half_offset(neuron & 127)) * 2;
-        *reinterpret_cast<uint32_t*>(to) = bits[0] | bits[1] << 16;
     }
 }
+// The lane's sums of half of the tokens.
+template <class T>
+__device__ inline void store_sums(float* to, const float (&acc)[1][T::kNTiles][4], int half) {
+    const int lane = thread_again() % kWarp, row = thread_again() / kWarp * 16 + lane / 4;
+    constexpr int kTiles = T::kTokens / 16;
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) to[Sums::at(n, lane % 4 * 2 + i % 2, row + i / 2 * 8)] = acc[0][half * kTiles + n][i];
+}
+// Half of the tokens at a time, for which `room`, a stage, suffices. A cluster writes all at once: its blocks have no more
+// tiles, so that all stages are free. Each writes a part of the tokens.
 template <class Q, class T>
 __device__ inline void write_tile(const float (&acc)[1][T::kNTiles][4], float* room, const F16Arguments& a, int tile) {
-    const int lane = threadIdx.x % kWarp, row = threadIdx.x / kWarp * 16 + lane / 4;
-    const int row0 = tile / a.token_tiles * T::kRows, first = tile % a.token_tiles * a.tokens_each;
-    const int end = min(a.tokens, first + a.tokens_each);
-    constexpr int kAtOnce = T::kTokens / 2;
-    static_assert(kAtOnce * T::kRows * 4 == T::kStage && kAtOnce % 8 == 0, "");
+    constexpr int kHalf = T::kTokens / 2;
+    static_assert(kHalf * T::kRows * 4 == T::kStage && kHalf % 8 == 0, "");
+    const int row0 = tile / a.token_tiles * T::kRows, token0 = tile % a.token_tiles * a.tokens_each;
+    const int all = min(a.tokens - token0, a.tokens_each), blocks = gridDim.z;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const int token0 = first + half * kAtOnce;
-        if (token0 >= end) break;
-        __syncthreads();  // nobody reads the stage or the half before
-#pragma unroll
-        for (int n = 0; n < kAtOnce / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                sum_at(room, n * 8 + lane % 4 * 2 + i % 2, row + i / 2 * 8) = acc[0][half * kAtOnce / 8 + n][i];
-        __syncthreads();
+        if (half * kHalf >= all) break;
+        if (half == 0 || blocks == 1) __syncthreads();  // nobody reads what lies there
+        store_sums<T>(room + (blocks > 1 ? half * kHalf * T::kRows : 0), acc, half);
+        if (blocks > 1 && half == 0 && all > kHalf) continue;
+        const int first = blocks > 1 ? 0 : half * kHalf, count = blocks > 1 ? all : min(kHalf, all - first);
+        const unsigned eights = ceil_div(count, 8), begin = eights * blockIdx.z / blocks, end = eights * (blockIdx.z + 1) / blocks;
+        if (blocks > 1) {
+            cluster_arrive();
+            cluster_wait();
+        } else {
+            __syncthreads();
+        }
         if (a.gated)
-            write_tile_neurons<Q>(room, a, row0, token0, min(kAtOnce, end - token0));
+            write_tile_neurons<Q>({room, blocks}, a, row0, token0 + first, count, begin, end);
         else
-            write_tile_rows<Q>(room, a, row0, token0, min(kAtOnce, end - token0));
+            write_tile_rows<Q>({room, blocks}, a, row0, token0 + first, count, begin, end);
+    }
+    if (blocks > 1) {  // the others read this block's
+        cluster_arrive_relaxed();
+        cluster_wait();
+        return;
     }
     before_bulk_copy();
     __syncthreads();  // the stage may be loaded again
@@ -195,8 +267,9 @@ __global__ void __launch_bounds__(256, Tokens > 128 ? 1 : 2) matmul_wgmma(F16Arg
 #endif
     char* stages = atom_aligned_bytes();
     Ring<Q, T>* rings = reinterpret_cast<Ring<Q, T>*>(stages + Stages * T::kStage);
-    Arrival* arrivals = reinterpret_cast<Arrival*>(rings + T::kWarps);
-    Cursor* ahead = reinterpret_cast<Cursor*>(arrivals + Stages);  // whose tokens are loaded next
+    Arrival* arrivals = reinterpret_cast<Arrival*>(rings + T::kWarps);  // of a stage's tokens,
+    Arrival* leavings = arrivals + Stages;                              // and of the warps that are done with them
+    Cursor* ahead = reinterpret_cast<Cursor*>(leavings + Stages);       // whose tokens are loaded next
     int* order = reinterpret_cast<int*>(ahead + 1);
     Ring<Q, T>& ring = rings[threadIdx.x / kWarp];
 
@@ -212,6 +285,7 @@ __global__ void __launch_bounds__(256, Tokens > 128 ? 1 : 2) matmul_wgmma(F16Arg
         *ahead = at;
         for (int i = 0; i < Stages; ++i) {
             arrivals[i].begin();
+            leavings[i].begin(T::kWarps);
             if (i == Stages - 1 || ahead->tile < 0) continue;
             load_tokens<T>(stages + i * T::kStage, arrivals[i], a, map, *ahead);
             ahead->advance(a);
@@ -219,43 +293,47 @@ __global__ void __launch_bounds__(256, Tokens > 128 ? 1 : 2) matmul_wgmma(F16Arg
     }
     __syncthreads();
     const Lifts<Q> lifts(a);
-    int slot = 0;              // stage of `at`
-    unsigned phases = 0;       // bit s: of stage s's arrival
-    int records = 0;           // that were begun
-
+    unsigned step = 0;  // chunks that were multiplied
+    int records = 0;    // that were begun
+    int tile = -1;      // that is multiplied
+    // The weights of the chunk `at`, of the record that is begun here or that is under way.
+    auto prepare = [&] {
+        if (at.tile < 0) return;
+        if (at.tile != tile || at.chunk % Q::kChunks == 0) {
+            __syncwarp();
+            if (records > 0 && threadIdx.x % kWarp == 0) ring.load(a, records - 1 & 1);
+            __syncwarp();
+            ring.arrivals[records & 1].wait(records >> 1 & 1);
+            ++records;
+        }
+        convert_scales(ring, records - 1 & 1, lifts, at.chunk);
+    };
+    auto next = [&] {
+        at.advance(a);
+        prepare();
+    };
+    prepare();
     while (at.tile >= 0) {
-        const int tile = at.tile;
+        tile = at.tile;
         float acc[1][T::kNTiles][4] = {};
-        bool begins = true;  // a record
         do {
-            if (begins || at.chunk % Q::kChunks == 0) {
-                __syncwarp();
-                if (records > 0 && threadIdx.x % kWarp == 0) ring.load(a, records - 1 & 1);
-                __syncwarp();
-                ring.arrivals[records & 1].wait(records >> 1 & 1);
-                ++records;
-                begins = false;
-            }
-            const int record = records - 1 & 1, chunk = at.chunk;
-            convert_scales(ring, record, lifts, chunk);
-            arrivals[slot].wait(phases >> slot & 1);
-            phases ^= 1u << slot;
-            __syncthreads();  // everybody is done with the stage before
+            const unsigned slot = step % Stages;
+            arrivals[slot].wait(step / Stages % 2);
+            meet_without_arrivals();
             if (thread_again() == 0 && ahead->tile >= 0) {
-                const int free = slot > 0 ? slot - 1 : Stages - 1;
+                const unsigned then = step + Stages - 1, free = then % Stages;
+                leavings[free].wait(1 - then / Stages % 2);
                 load_tokens<T>(stages + free * T::kStage, arrivals[free], a, map, *ahead);
                 ahead->advance(a);
             }
-            at.advance(a);
-            multiply(acc, ring, record, chunk, stages + slot * T::kStage, a.tokens_each / 8);
-            slot = slot + 1 < Stages ? slot + 1 : 0;
+            multiply<Q, T>(acc, ring, records - 1 & 1, at.chunk, stages + slot * T::kStage, a.tokens_each / 8, next);
+            __syncwarp();
+            if (thread_again() % kWarp == 0) leavings[slot].arrive();
+            ++step;
         } while (at.tile == tile);
 
-        const int shared_tile = tile - a.whole, unit = shared_tile * a.chunks;
-        const bool shared = shared_tile >= 0 && (unit < first_unit(a, blockIdx.x) ||
-                                                 unit + a.chunks > first_unit(a, blockIdx.x + 1));
-        if (shared && !add_shares<T>(acc, a, shared_tile, order, a.tokens_each / 8)) continue;
-        const int done = slot > 0 ? slot - 1 : Stages - 1;  // the stage of the tile's last chunk
+        if (is_shared(a, tile) && !add_shares<T>(acc, a, tile - a.whole, order, a.tokens_each / 8)) continue;
+        const unsigned done = gridDim.z > 1 ? 0 : (step - 1) % Stages;  // the stage of the tile's last chunk
         write_tile<Q, T>(acc, reinterpret_cast<float*>(stages + done * T::kStage), a, tile);
     }
 }

@@ -46,14 +46,20 @@ __device__ inline void before_bulk_copy() {
 #endif
 }
 
-// Counts the bytes of a stage that have come. Phases alternate between 0 and 1.
+// Counts the bytes of a stage that have come, or the warps that are done with it. Phases alternate between 0 and 1.
 struct Arrival {
     uint64_t state;
 
-    // By one thread, before a barrier of all. A phase is over once it was told how many bytes to expect, and all came.
-    __device__ void begin() {
+    // By one thread, before a barrier of all. A phase is over once it was told `count` times how many bytes to expect, or that
+    // somebody is done, and all bytes came.
+    __device__ void begin(int count = 1) {
 #ifdef MINFER_WGMMA
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n\tfence.proxy.async.shared::cta;" ::"r"(at()) : "memory");
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n\tfence.proxy.async.shared::cta;" ::"r"(at()), "r"(count) : "memory");
+#endif
+    }
+    __device__ void arrive() {
+#ifdef MINFER_WGMMA
+        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at()) : "memory");
 #endif
     }
     __device__ void expect(int bytes) {
@@ -61,6 +67,7 @@ struct Arrival {
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at()), "r"(bytes) : "memory");
 #endif
     }
+    // Until the phase is over; of a fresh one, phase 1 is.
     __device__ void wait(int phase) {
 #ifdef MINFER_WGMMA
         asm volatile("{\n\t.reg .pred there;\n\tagain:\n\t"
@@ -98,6 +105,13 @@ struct Arrival {
     __device__ uint32_t at() const { return address(&state); }
 #endif
 };
+
+// The SIMT device knows no arrivals: its threads meet where others wait for one.
+__device__ inline void meet_without_arrivals() {
+#ifdef MINFER_SIMT
+    __syncthreads();
+#endif
+}
 
 // ---- products ---------------------------------------------------------------------------------------------
 // The kernel's dynamic shared memory, where an atom of columns may begin.
@@ -153,77 +167,71 @@ __device__ inline char* atom_aligned_bytes() {
 #define MINFER_INPUTS                                                                                               \
     "r"(a[0][0]), "r"(a[0][1]), "r"(a[0][2]), "r"(a[0][3]), "r"(a[1][0]), "r"(a[1][1]), "r"(a[1][2]), "r"(a[1][3]), \
         "l"(b), "l"(b + 2)
-#define MINFER_CASE16(tiles, n)                                                                                     \
-    case tiles:                                                                                                     \
+#define MINFER_USED16(tiles, n)                                                                                     \
+    if constexpr (Used == tiles)                                                                                    \
         asm volatile(MINFER_STEPS(n, MINFER_SUMS##tiles, "%64,%65,%66,%67", "%68,%69,%70,%71", "%72", "%73")        \
                      : MINFER_TILE(0), MINFER_TILE(1), MINFER_TILE(2), MINFER_TILE(3), MINFER_TILE(4), MINFER_TILE(5), MINFER_TILE(6), MINFER_TILE(7),                          \
                        MINFER_TILE(8), MINFER_TILE(9), MINFER_TILE(10), MINFER_TILE(11), MINFER_TILE(12), MINFER_TILE(13), MINFER_TILE(14), MINFER_TILE(15)                     \
-                     : MINFER_INPUTS : "memory");                                                                   \
-        break;
-#define MINFER_CASE32(tiles, n)                                                                                     \
-    case tiles:                                                                                                     \
+                     : MINFER_INPUTS : "memory");
+#define MINFER_USED32(tiles, n)                                                                                     \
+    if constexpr (Used == tiles)                                                                                    \
         asm volatile(MINFER_STEPS(n, MINFER_SUMS##tiles, "%128,%129,%130,%131", "%132,%133,%134,%135", "%136", "%137") \
                      : MINFER_TILE(0), MINFER_TILE(1), MINFER_TILE(2), MINFER_TILE(3), MINFER_TILE(4), MINFER_TILE(5), MINFER_TILE(6), MINFER_TILE(7),                          \
                        MINFER_TILE(8), MINFER_TILE(9), MINFER_TILE(10), MINFER_TILE(11), MINFER_TILE(12), MINFER_TILE(13), MINFER_TILE(14), MINFER_TILE(15),                    \
                        MINFER_TILE(16), MINFER_TILE(17), MINFER_TILE(18), MINFER_TILE(19), MINFER_TILE(20), MINFER_TILE(21), MINFER_TILE(22), MINFER_TILE(23),                   \
                        MINFER_TILE(24), MINFER_TILE(25), MINFER_TILE(26), MINFER_TILE(27), MINFER_TILE(28), MINFER_TILE(29), MINFER_TILE(30), MINFER_TILE(31)                    \
-                     : MINFER_INPUTS : "memory");                                                                   \
-        break;
+                     : MINFER_INPUTS : "memory");
 #endif
 
-// d += a, 32 values of K of 16 rows a warp as two of mma_f16's fragments, times 8 columns `tiles` times, of 32 an even
-// number. The columns lie as token_offset says; `block` is where the values of the first are, before pieces change places.
+// d += a, 32 values of K of 16 rows a warp as two of mma_f16's fragments, times 8 columns Used times, of 32 an even number.
+// The columns lie as token_offset says; `block` is where the values of the first are, before pieces change places.
 // a may change once the group has been waited for.
-template <int Tiles>
-__device__ inline void wgmma_f16(float (&d)[Tiles][4], const uint32_t (&a)[2][4], const char* block, int tiles) {
+template <int Used, int Tiles>
+__device__ inline void wgmma_f16(float (&d)[Tiles][4], const uint32_t (&a)[2][4], const char* block) {
     static_assert(Tiles == 16 || Tiles == 32, "");
 #ifdef MINFER_WGMMA
     // by 16 bytes: the address, and from atom to atom of the columns; then the kind of the swizzle
     const uint64_t at = static_cast<uint32_t>(__cvta_generic_to_shared(block)) / 16;
     const uint64_t b = at | 1ull << 16 | static_cast<uint64_t>(kAtomBytes / 16) << 32 | 1ull << 62;
     if constexpr (Tiles == 16) {
-        switch (tiles) {
-            MINFER_CASE16(1, 8)
-            MINFER_CASE16(2, 16)
-            MINFER_CASE16(3, 24)
-            MINFER_CASE16(4, 32)
-            MINFER_CASE16(5, 40)
-            MINFER_CASE16(6, 48)
-            MINFER_CASE16(7, 56)
-            MINFER_CASE16(8, 64)
-            MINFER_CASE16(9, 72)
-            MINFER_CASE16(10, 80)
-            MINFER_CASE16(11, 88)
-            MINFER_CASE16(12, 96)
-            MINFER_CASE16(13, 104)
-            MINFER_CASE16(14, 112)
-            MINFER_CASE16(15, 120)
-            MINFER_CASE16(16, 128)
-        }
+        MINFER_USED16(1, 8)
+        MINFER_USED16(2, 16)
+        MINFER_USED16(3, 24)
+        MINFER_USED16(4, 32)
+        MINFER_USED16(5, 40)
+        MINFER_USED16(6, 48)
+        MINFER_USED16(7, 56)
+        MINFER_USED16(8, 64)
+        MINFER_USED16(9, 72)
+        MINFER_USED16(10, 80)
+        MINFER_USED16(11, 88)
+        MINFER_USED16(12, 96)
+        MINFER_USED16(13, 104)
+        MINFER_USED16(14, 112)
+        MINFER_USED16(15, 120)
+        MINFER_USED16(16, 128)
     } else {
-        switch (tiles) {
-            MINFER_CASE32(2, 16)
-            MINFER_CASE32(4, 32)
-            MINFER_CASE32(6, 48)
-            MINFER_CASE32(8, 64)
-            MINFER_CASE32(10, 80)
-            MINFER_CASE32(12, 96)
-            MINFER_CASE32(14, 112)
-            MINFER_CASE32(16, 128)
-            MINFER_CASE32(18, 144)
-            MINFER_CASE32(20, 160)
-            MINFER_CASE32(22, 176)
-            MINFER_CASE32(24, 192)
-            MINFER_CASE32(26, 208)
-            MINFER_CASE32(28, 224)
-            MINFER_CASE32(30, 240)
-            MINFER_CASE32(32, 256)
-        }
+        MINFER_USED32(2, 16)
+        MINFER_USED32(4, 32)
+        MINFER_USED32(6, 48)
+        MINFER_USED32(8, 64)
+        MINFER_USED32(10, 80)
+        MINFER_USED32(12, 96)
+        MINFER_USED32(14, 112)
+        MINFER_USED32(16, 128)
+        MINFER_USED32(18, 144)
+        MINFER_USED32(20, 160)
+        MINFER_USED32(22, 176)
+        MINFER_USED32(24, 192)
+        MINFER_USED32(26, 208)
+        MINFER_USED32(28, 224)
+        MINFER_USED32(30, 240)
+        MINFER_USED32(32, 256)
     }
 #elif defined(MINFER_SIMT)
     const int lane = threadIdx.x % kWarp;
     const int column = lane / 4, piece = reinterpret_cast<uintptr_t>(block) / 16 % 8;
-    for (int n = 0; n < tiles; ++n)
+    for (int n = 0; n < Used; ++n)
         for (int h = 0; h < 2; ++h) {
             uint32_t b[2];
             for (int i = 0; i < 2; ++i) {

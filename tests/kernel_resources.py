@@ -1,4 +1,4 @@
-"""Registers, shared memory and spills of every kernel on every architecture: kernel-resources.json.
+"""Registers, shared and local memory of every kernel on every architecture: kernel-resources.json.
 
 `make resources` compiles what has changed and rewrites the file; test_compile.py holds it to the
 sources. Compiling everything takes long (a large tile of matmul 13 s), so entries are trusted while
@@ -32,7 +32,7 @@ FAMILIES = (86, 87, 89, 100)  # one type of each family of formats
 FAMILY_TYPES = ("Q4_0", "Q4_K", "IQ4_XS", "F16")
 ALL_TYPES = tuple(t.cuda_name for t in QUANT_TYPES.values() if t.cuda_name)
 
-Row = list[int]  # registers, static shared bytes, spilled bytes
+Row = list[int]  # registers, static shared bytes, bytes of local memory
 
 
 def stems() -> list[str]:
@@ -68,8 +68,12 @@ def measure(stem: str, name: str, arch: int) -> Row:
         found = re.search(pattern, log)
         return int(found[1]) if found else 0
 
-    spilled = number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads")
-    return [number(r"Used (\d+) registers"), number(r"(\d+) bytes smem"), spilled]
+    # A stack without spills is an array in local memory, as where a function was not inlined.
+    return [
+        number(r"Used (\d+) registers"),
+        number(r"(\d+) bytes smem"),
+        number(r"(\d+) bytes stack frame"),
+    ]
 
 
 def load() -> dict[str, Any]:

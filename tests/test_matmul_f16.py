@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from devices import asked_kernels
@@ -9,17 +11,18 @@ from test_linear_kernels import QUANTISED, ROW_COUNTS, columns, ids, nan, random
 
 from minfer_cuda.errors import KernelError
 from minfer_cuda.kernels import Device, matmul_few
+from minfer_cuda.kernels import matmul_f16 as f16
 from minfer_cuda.kernels.elementwise import swiglu
 from minfer_cuda.kernels.layouts import Activations, Matrix, ceil_div, padded
 from minfer_cuda.kernels.matmul_f16 import (
     ARRIVALS,
-    LESS,
     NARROW,
     PARTIALS,
     ROWS,
     TILES,
-    WIDE,
-    WIDER,
+    WGMMA_96,
+    WGMMA_128,
+    WGMMA_256,
     Tile,
     gate_up_f16,
     halve,
@@ -204,12 +207,13 @@ def test_products_of_every_type_equal_float64(
     check(device, scratch, quant, 21, columns(quant), 11, NARROW)
 
 
+@pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("quant", QUANTISED, ids=ids)
 def test_products_of_every_type_by_wgmma_equal_float64(
-    device: Device, scratch: dict[str, object], quant: QuantType
+    device: Device, scratch: dict[str, object], quant: QuantType, which: int
 ) -> None:
-    needs_wgmma(device, WIDE)
-    tile = tiles_of(90, quant, device.shared_limit)[0]
+    needs_wgmma(device, WGMMA_128)
+    tile = tiles_of(90, quant, device.shared_limit)[which]
     check(device, scratch, quant, 21, columns(quant), 11, tile)
 
 
@@ -222,7 +226,7 @@ def forced(
     return asked_kernels(device, monkeypatch)
 
 
-@pytest.mark.parametrize("tokens", [5, 19])
+@pytest.mark.parametrize("tokens", [5, 19, 27])
 @pytest.mark.parametrize("quant", QUANTISED, ids=ids)
 def test_few_tokens_of_every_type_equal_float64(
     device: Device,
@@ -233,12 +237,12 @@ def test_few_tokens_of_every_type_equal_float64(
 ) -> None:
     asked = asked_kernels(device, monkeypatch)
     check(device, scratch, quant, 21, columns(quant), tokens)
-    assert ("matmul_few", matmul_few.instance(quant, 2 if tokens <= 16 else 4)) in asked
+    assert ("matmul_few", matmul_few.instance(quant, max(2, ceil_div(tokens, 8)))) in asked
 
 
 # units of a block, parts of K, tokens: one unit in pieces of all warps, more units than warps of
 # one chunk each, parts of K of which the last is short, and two blocks of tokens
-CUTS = [(1, 1, 16), (20, 10, 3), (3, 4, 16), (2, 3, 32), (5, 1, 40)]
+CUTS = [(1, 1, 16), (20, 10, 3), (3, 4, 16), (4, 2, 21), (2, 3, 32), (5, 1, 40)]
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "BF16"])
@@ -299,7 +303,13 @@ def test_products_of_float_types_equal_float64(
 @pytest.mark.parametrize(
     ("tile", "name"),
     [(tile, name) for tile in TILES for name in ("Q4_K", "Q8_0", *HALVES)]
-    + [(WIDE, "Q4_K"), (WIDE, "Q8_0"), (LESS, "Q6_K"), (WIDER, "Q6_K")],
+    + [
+        (WGMMA_128, "Q4_K"),
+        (WGMMA_128, "Q8_0"),
+        (WGMMA_96, "Q6_K"),
+        (WGMMA_256, "Q6_K"),
+        (WGMMA_256, "Q4_K"),
+    ],
     ids=str,
 )
 def test_products_of_every_tile_equal_float64(
@@ -315,11 +325,20 @@ def test_products_of_every_tile_equal_float64(
 
 @pytest.mark.parametrize(
     ("name", "tile"),
-    [("Q4_0", NARROW), *((name, NARROW) for name in HALVES), ("Q4_0", WIDE), ("Q6_K", WIDER)],
+    [
+        ("Q4_0", NARROW),
+        *((name, NARROW) for name in HALVES),
+        ("Q4_0", WGMMA_128),
+        ("Q6_K", WGMMA_256),
+    ],
     ids=str,
 )
 def test_a_tile_that_blocks_share_has_the_same_bits_every_time(
-    device: Device, scratch: dict[str, object], name: str, tile: Tile
+    device: Device,
+    scratch: dict[str, object],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    tile: Tile,
 ) -> None:
     """Few tiles and long rows: every block has parts of tiles, which are added in one order."""
     needs_wgmma(device, tile)
@@ -327,7 +346,8 @@ def test_a_tile_that_blocks_share_has_the_same_bits_every_time(
     rng = np.random.default_rng(7)
     n, k, tokens = 21, 128 * 20, 40
     how = plan(quant, n, k, tokens, device.sm_count, device.shared_limit, tiles=(tile,))
-    assert how.waves == 0 and how.grid > 2
+    how = replace(how, grid=7, cluster=1, waves=0, units=how.token_tiles * how.chunks)
+    monkeypatch.setattr(f16, "plan", lambda *sizes, **kinds: how)
     w, values = matrix(device, rng, quant, n, k)
     x = rng.standard_normal((tokens, k)).astype(np.float32)
     activations = halved(device, x)
@@ -344,7 +364,13 @@ def test_a_tile_that_blocks_share_has_the_same_bits_every_time(
 
 @pytest.mark.parametrize(
     ("tile", "tiles"),
-    [(NARROW, (13, 1)), (NARROW, (25, 1)), (NARROW, (12, 2)), (WIDE, (9, 1)), (WIDE, (8, 2))],
+    [
+        (NARROW, (13, 1)),
+        (NARROW, (25, 1)),
+        (NARROW, (12, 2)),
+        (WGMMA_128, (9, 1)),
+        (WGMMA_128, (8, 2)),
+    ],
     ids=str,
 )
 def test_whole_waves_and_shared_tiles_cover_everything(
@@ -362,16 +388,67 @@ def test_whole_waves_and_shared_tiles_cover_everything(
 def test_blocks_share_tiles_evenly_where_there_are_fewer_tiles_than_blocks() -> None:
     """28 tiles of 28 chunks: 7 blocks each, of 4 chunks; of 148 chunks as many as an SM has."""
     for cols, blocks in ((3584, 7), (18944, 9)):
-        how = plan(by_name("Q4_K"), 3584, cols, 40, 132, 227 << 10, tiles=(WIDE,))
+        how = plan(by_name("Q4_K"), 3584, cols, 40, 132, 227 << 10, tiles=(WGMMA_128,))
         assert (how.grid, how.waves, how.units) == (28 * blocks, 0, 28 * cols // 128)
-    assert plan(by_name("Q4_K"), 3584, 3584, 129, 132, 227 << 10, tiles=(WIDE,)).tokens_each == 72
+    assert (
+        plan(by_name("Q4_K"), 3584, 3584, 129, 132, 227 << 10, tiles=(WGMMA_128,)).tokens_each == 72
+    )
+
+
+def test_a_cluster_shares_each_tile_where_there_are_fewer_tiles_than_blocks() -> None:
+    """28 tiles of o and down, 36 of q/k/v: as many blocks as eight GPCs of 16 SMs have room for."""
+    for rows, cols, clusters in ((3584, 3584, (8, 4)), (3584, 18944, (8, 4)), (4608, 3584, (6, 3))):
+        for tile, cluster in zip((WGMMA_128, WGMMA_256), clusters, strict=True):
+            sizes = (rows, cols, 40, 132, 227 << 10)
+            how = plan(by_name("Q4_K"), *sizes, tiles=(tile,), cluster_limit=16)
+            assert (how.grid, how.cluster, how.units) == (rows // 128, cluster, 0)
+    gate_up = plan(by_name("Q4_K"), 18944, 3584, 40, 132, 227 << 10, tiles=(WGMMA_128,),
+                   cluster_limit=16, gated=True)  # fmt: skip
+    assert (gate_up.grid, gate_up.cluster) == (264, 1)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("tile", "tokens"), [(WGMMA_128, 77), (WGMMA_128, 131), (WGMMA_256, 141)])
+def test_a_cluster_adds_up_to_the_bits_of_global_memory(
+    device: Device,
+    scratch: dict[str, object],
+    monkeypatch: pytest.MonkeyPatch,
+    tile: Tile,
+    tokens: int,
+    gated: bool,
+) -> None:
+    """Blocks that share a tile evenly, as a cluster and through global memory; ragged in all."""
+    needs_wgmma(device, tile)
+    if device.cluster_limit == 1:
+        pytest.skip("no clusters")
+    rng, quant, n, k = np.random.default_rng(11), by_name("Q4_K"), 300, 256 * 11
+    sizes = (quant, n, k, tokens, device.sm_count, device.shared_limit)
+    how = plan(*sizes, tiles=(tile,), cluster_limit=6, gated=gated)
+    assert how.cluster == 6
+    flat = replace(how, grid=how.grid * 6, cluster=1, waves=0, units=how.grid * how.chunks)
+    weights = [matrix(device, rng, quant, n, k)[0] for _ in range(2)]
+    x = halved(device, rng.standard_normal((tokens, k)).astype(np.float32))
+    results = []
+    for one in (how, flat):
+        monkeypatch.setattr(f16, "plan", lambda *sizes, one=one, **kinds: one)
+        if gated:
+            out = Activations.empty(device, tokens, n, f16=True)
+            gate_up_f16(device, *weights, x, out, tile=tile, **scratch)
+            results.append(device.download(out.h))
+        else:
+            y = nan(device, tokens, n)
+            matmul_f16(device, weights[0], x, y, tile=tile, **scratch)
+            results.append(device.download(y))
+    assert np.isfinite(results[0]).all()
+    assert np.array_equal(results[0], results[1])
+    assert not device.download(scratch["arrivals"]).any()
 
 
 def test_quantised_types_go_by_wgmma_on_sm_90_alone() -> None:
     limit = 227 << 10
     for quant in QUANTISED:
         wide = tiles_of(90, quant, limit)
-        assert wide == ((LESS, WIDER) if quant.name == "Q6_K" else (WIDE,))
+        assert wide == (WGMMA_96 if quant.name == "Q6_K" else WGMMA_128, WGMMA_256)
         for tile in wide:
             count = stages(quant, tile, limit)
             assert count >= 2
@@ -489,7 +566,7 @@ def test_only_neighbours_that_one_launch_can_take_are_stacked(device: Device) ->
 @pytest.mark.parametrize(
     ("name", "tile"),
     [(name, NARROW) for name in ("Q4_K", "Q6_K", "Q8_0", "Q5_0", *HALVES)]
-    + [("Q4_K", WIDE), ("Q6_K", LESS), ("Q6_K", WIDER)],
+    + [("Q4_K", WGMMA_128), ("Q6_K", WGMMA_96), ("Q6_K", WGMMA_256)],
     ids=str,
 )
 def test_gate_and_up_in_one_launch_equal_float64(

@@ -109,7 +109,7 @@ def few_records(device: SimtDevice) -> None:
 
 
 def wide_records(device: SimtDevice) -> None:
-    product(device, "Q4_K", 77, 1024, f16.WIDE)
+    product(device, "Q4_K", 77, 1024, f16.WGMMA_128)
 
 
 def prefill(device: SimtDevice) -> None:
@@ -191,11 +191,10 @@ FAULTS = [
           "const ScalePairs<Q> pairs("),
     Fault("tokens not waited for", "matmul_few.cu", "copy_async_wait<0>();\n    __syncthreads();",
           "copy_async_wait<0>();\n", few_records, "uninitialised", "token_fragments<F::kTokens>"),
-    Fault("pairs read before they are made", "matmul_wgmma.cu",
-          "__syncthreads();  // everybody is done", "// everybody is done", wide_records,
-          "race|uninitialised", "const ScalePairs<Q> pairs("),
-    Fault("pairs of other blocks", "matmul_wgmma.cu", "(lane % 4 * 8 + lane / 4)",
-          "(lane % 2 * 8 + lane / 4)", wide_records, "race|uninitialised", "ring.pairs[("),
+    Fault("tokens multiplied before they are there", "matmul_wgmma.cu", "meet_without_arrivals();",
+          "", wide_records, "race|uninitialised", "wgmma_f16<Tiles>(acc[0]"),
+    Fault("pairs of other blocks", "matmul_f16.cuh", "(lane % 4 * 8 + lane / 4)",
+          "(lane % 2 * 8 + lane / 4)", wide_records, "race|uninitialised", "table[(("),
     Fault("misaligned vector", "matvec.cu", "return shared_bytes() + max(",
           "return shared_bytes() + 4 + max(", normed_matvec, "misaligned", "sums[i >> 5] ="),
 ]  # fmt: skip

@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,7 +16,7 @@ from minfer_cuda.kernels import Device, DeviceArray, matmul_few
 from minfer_cuda.kernels.checks import expect, expect_halves, expect_room, pointer
 from minfer_cuda.kernels.layouts import Activations, Matrix, ceil_div, padded, record_cols
 from minfer_cuda.kernels.matmul import check_output
-from minfer_cuda.kernels.matmul_few import Product
+from minfer_cuda.kernels.matmul_few import Product, scale_pairs
 from minfer_cuda.quants import HALVES, QuantType, by_name
 
 PARTIALS = matmul_few.PARTIALS  # most float32 elements of shared tiles' sums, too
@@ -25,6 +25,21 @@ ROWS = 128  # of a tile
 SM90_SHARED = 227 << 10  # bytes that a block may have there
 _NEVER = 1 << 30  # a row tile past all
 _RESERVED = 1 << 10  # bytes of shared memory that the driver keeps of each block
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Clocks on an H200."""
+
+    start: int  # of a launch, whatever it does,
+    start_more: int  # and for each 8 tokens of a tile
+    chunk: int  # of an SM for 128 values of K of a tile, where blocks have many,
+    chunk_more: int  # and for each 8 tokens of it
+    # the same of blocks of one tile: of a launch, and for each 8 tokens; of a block where one, two,
+    # ... are on an SM, as a part of that of an SM
+    alone_start: int = 0
+    alone_more: int = 0
+    alone: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -37,9 +52,7 @@ class Tile:
     threads: int
     blocks: int  # that share an SM
     sums: int  # of a thread
-    start: int  # clocks of a launch, whatever it does (H200)
-    clocks: int  # of an SM for 128 values of K of a tile, where many follow,
-    more: int  # and for each 8 tokens of it
+    cost: Cost
 
     @property
     def stem(self) -> str:
@@ -53,14 +66,19 @@ class Tile:
 
 
 _MMA, _WGMMA = "matmul_f16<{}, Tile<%s>, {}>", "matmul_wgmma<{}, %d, {}>"
-SQUARE = Tile(_MMA % "2, 2, 4, 8, 2, false", 128, 128, 128, 2, 128, 14000, 3850, 0)
-NARROW = Tile(_MMA % "4, 1, 2, 8, 3, true", 64, 8, 128, 3, 64, 14000, 1240, 137)
-LESS = Tile(_WGMMA % 96, 96, 8, 256, 2, 64, 33000, 640, 104)
-WIDE = Tile(_WGMMA % 128, 128, 8, 256, 2, 64, 33000, 640, 104)
-WIDER = Tile(_WGMMA % 256, 256, 16, 256, 1, 128, 54000, 1500, 68)
+_TWO = Cost(19300, 1965, 1154, 49, 14000, 300, (1.16, 1.66))
+_ONE = Cost(12300, 1860, 1770, 56, 10000, 260, (0.8,))
+SQUARE = Tile(_MMA % "2, 2, 4, 8, 2, false", 128, 128, 128, 2, 128, Cost(14000, 0, 3850, 0))
+NARROW = Tile(_MMA % "4, 1, 2, 8, 3, true", 64, 8, 128, 3, 64, Cost(14000, 0, 1240, 137))
+WGMMA_96 = Tile(_WGMMA % 96, 96, 8, 256, 2, 64, _TWO)
+WGMMA_128 = Tile(_WGMMA % 128, 128, 8, 256, 2, 64, _TWO)
+WGMMA_256 = Tile(_WGMMA % 256, 256, 16, 256, 1, 128, _ONE)
 TILES = (NARROW, SQUARE)  # of every card and type
 _SHARE_CLOCKS = 25  # to add up another block's part of a tile, for each sum of a thread
 _SHARED_CHUNKS = 4  # fewest of a tile that one of the blocks that share it is worth
+_CLUSTER_CHUNKS = 2  # the same in a cluster
+_HALVED = 1.25  # of `chunk`, for types with a scale every 16 values
+_GPC_SMS = 16  # which the blocks of a cluster are on
 
 
 @functools.cache
@@ -69,7 +87,8 @@ def tiles_of(arch: int, quant: QuantType, shared_limit: int) -> tuple[Tile, ...]
     128 tokens have no room on an SM."""
     if arch != 90 or quant.name in HALVES:
         return TILES
-    return (WIDE,) if stages(quant, WIDE, shared_limit) else (LESS, WIDER)
+    fits = stages(quant, WGMMA_128, shared_limit) >= 2
+    return (WGMMA_128 if fits else WGMMA_96, WGMMA_256)
 
 
 def chunk_values(quant: QuantType) -> int:
@@ -98,11 +117,11 @@ def record_bytes(quant: QuantType) -> int:
 
 def shared_bytes(quant: QuantType, tile: Tile, stage_count: int) -> int:
     """Of a block: stages and two tables of scale pairs; of a wide tile a ring for each of 8 warps,
-    8 bytes a stage, a cursor and a word."""
-    pairs = 4 * 4 * matmul_few.scale_pairs(quant)  # bytes of a row
+    16 bytes a stage, a cursor and a word."""
+    pairs = 4 * 4 * scale_pairs(quant)  # bytes of a row
     of_stages = stage_count * stage_bytes(quant, tile)
     if tile.wide:
-        return of_stages + 8 * (4 * record_bytes(quant) + 16 * pairs + 64) + 8 * stage_count + 32
+        return of_stages + 8 * (4 * record_bytes(quant) + 16 * pairs + 64) + 16 * stage_count + 32
     return of_stages + 2 * ROWS * pairs
 
 
@@ -125,6 +144,7 @@ class Plan:
     tile: Tile
     stages: int
     grid: int
+    cluster: int  # blocks that share each of `grid` tiles; 1: none
     waves: int  # of whole tiles
     token_tiles: int
     tokens_each: int  # of a tile
@@ -143,39 +163,68 @@ def plan(
     shared_limit: int,
     *,
     tiles: tuple[Tile, ...],
+    cluster_limit: int = 1,
     gated: bool = False,
 ) -> Plan:
-    """The cheapest of the tiles, and whole waves of it before the shared tiles.
+    """The cheapest of the tiles and of the ways to share them out.
 
     `rows` of one matrix; a gated product has as many of the second.
     """
-    fitting = [t for t in tiles if stages(quant, t, shared_limit) >= 2]
-    if not fitting:
-        raise KernelError(f"matmul_f16: {quant.name} needs more than {shared_limit} bytes a block")
-    in_all = 2 * padded(rows) if gated else rows
+    row_tiles = ceil_div(2 * padded(rows) if gated else rows, ROWS)
     chunks = ceil_div(cols, chunk_values(quant))
+    ways: list[Plan] = []
+    for tile in tiles:
+        count = stages(quant, tile, shared_limit)
+        if count < 2:
+            continue
+        token_tiles = ceil_div(tokens, tile.tokens)
+        each = tile.by * ceil_div(tokens, tile.by * token_tiles)
+        none = Plan(tile, count, 0, 1, 0, token_tiles, each, chunks, 0, 0.0)
+        ways.append(_in_waves(none, row_tiles * token_tiles, quant, sm_count))
+        if tile.cost.alone:
+            ways += _alone(none, row_tiles * token_tiles, quant, sm_count, cluster_limit)
+    if not ways:
+        raise KernelError(f"matmul_f16: {quant.name} needs more than {shared_limit} bytes a block")
+    return min(ways, key=lambda way: way.clocks)
 
-    def cost(t: Tile) -> float:
-        """Clocks of an SM: its share of all products, and adding up where blocks share a tile."""
-        count = ceil_div(in_all, ROWS) * ceil_div(tokens, t.tokens)
-        units, blocks = count * chunks, sm_count * t.blocks
-        shares = 0 if count % blocks == 0 else min(blocks, units) / min(count, blocks)
-        clocks = t.clocks + t.more * ceil_div(tokens, 8) / ceil_div(tokens, t.tokens)
-        clocks *= chunk_values(quant) / 128
-        work = max(1.0, units / sm_count) * clocks + shares * t.sums * _SHARE_CLOCKS
-        return t.start + work
 
-    best = min(fitting, key=cost)
-    token_tiles = ceil_div(tokens, best.tokens)
-    each = best.by * ceil_div(tokens, best.by * token_tiles)
-    count = ceil_div(in_all, ROWS) * token_tiles
-    grid = min(sm_count * best.blocks, count * chunks, PARTIALS // (2 * best.sums * best.threads))
-    if count < grid:  # as many blocks for each tile
-        grid = count * max(1, min(grid // count, chunks // _SHARED_CHUNKS))
+def _chunk_clocks(of: Plan, quant: QuantType) -> float:
+    """Of an SM for a chunk of a tile, where blocks have many."""
+    cost = of.tile.cost
+    unpack = cost.chunk * (_HALVED if of.tile.wide and scale_pairs(quant) == 2 else 1)
+    return (unpack + cost.chunk_more * of.tokens_each / 8) * chunk_values(quant) / 128
+
+
+def _in_waves(of: Plan, count: int, quant: QuantType, sm_count: int) -> Plan:
+    """Whole waves of `count` tiles before those that blocks share."""
+    tile, cost = of.tile, of.tile.cost
+    blocks, units = sm_count * tile.blocks, count * of.chunks
+    grid = min(blocks, units, PARTIALS // (2 * tile.sums * tile.threads))
+    if count < grid and not (cost.alone and grid < 2 * count):  # as many blocks for each tile
+        grid = count * max(1, min(grid // count, of.chunks // _SHARED_CHUNKS))
     waves = count // grid if count % grid == 0 else max(0, count // grid - 1)
-    units = (count - waves * grid) * chunks
-    of_tile = stages(quant, best, shared_limit)
-    return Plan(best, of_tile, grid, waves, token_tiles, each, chunks, units, cost(best))
+    shares = 0 if count % blocks == 0 else min(blocks, units) / min(count, blocks)
+    clocks = _chunk_clocks(of, quant) * max(1.0, units / sm_count)
+    clocks += cost.start + cost.start_more * of.tokens_each / 8
+    clocks += shares * tile.sums * _SHARE_CLOCKS
+    left = units - waves * grid * of.chunks
+    return replace(of, grid=grid, waves=waves, units=left, clocks=clocks)
+
+
+def _alone(
+    of: Plan, count: int, quant: QuantType, sm_count: int, cluster_limit: int
+) -> Iterator[Plan]:
+    """Every block has one of `count` tiles, or a cluster of blocks has: as many as run at once."""
+    tile, cost = of.tile, of.tile.cost
+    on_gpc = ceil_div(count, max(1, sm_count // _GPC_SMS))
+    most = min(_GPC_SMS * tile.blocks // on_gpc, of.chunks // _CLUSTER_CHUNKS, cluster_limit)
+    for cluster in range(1, max(1, most) + 1):
+        of_sm = ceil_div(count * cluster, sm_count)
+        if of_sm > tile.blocks:
+            continue
+        clocks = _chunk_clocks(of, quant) * of.chunks / cluster * cost.alone[of_sm - 1]
+        clocks += cost.alone_start + cost.alone_more * of.tokens_each / 8
+        yield replace(of, grid=count, cluster=cluster, waves=1, clocks=clocks)
 
 
 def instance(quant: QuantType, tile: Tile, stage_count: int) -> str:
@@ -358,7 +407,7 @@ def _launch(
     product.k, product.tokens = w.cols, x.tokens
     sizes = (w.quant, product.n, product.k, x.tokens, device.sm_count, device.shared_limit)
     tiles = (tile,) if tile else tiles_of(device.arch, w.quant, device.shared_limit)
-    tiled = plan(*sizes, tiles=tiles, gated=gated)
+    tiled = plan(*sizes, tiles=tiles, cluster_limit=device.cluster_limit, gated=gated)
     few = None if tile else matmul_few.plan(*sizes, gated=gated)
     if few is not None and few.clocks(device.sm_count) < tiled.clocks:
         matmul_few.launch(device, product, w.quant, few)
@@ -370,10 +419,11 @@ def _launch_tiles(
     device: Device, product: Product, quant: QuantType, how: Plan, x: Activations
 ) -> None:
     whole = how.waves * how.grid
+    grid = (how.grid, 1, how.cluster)
     arguments = _Tiled(
         product, how.token_tiles, how.chunks, how.tokens_each, how.waves, whole, how.units
     )
     kernel = device.kernel(how.tile.stem, instance(quant, how.tile, how.stages))
     tokens = (device.tensor_map(x.h, how.tokens_each),) if how.tile.wide else ()
     shared = shared_bytes(quant, how.tile, how.stages)
-    kernel(how.grid, how.tile.threads, arguments, *tokens, shared=shared)
+    kernel(grid, how.tile.threads, arguments, *tokens, shared=shared, cluster=how.cluster)

@@ -14,14 +14,14 @@ from minfer_cuda.quants import HALVES, QuantType, by_name
 PARTIALS = 9 << 20  # most float32 elements of the parts' sums (36 MiB)
 ARRIVALS = 4096  # most counters of what parts add up to
 _HALVED = ("Q2_K", "Q3_K", "Q6_K")  # types with a scale every 16 values
-TILES = (2, 4)  # of 8 tokens, of a block
+TILES = (2, 3, 4)  # of 8 tokens, of a block
 THREADS = 512
 _WARPS = THREADS // 32
 _WAVES = 4  # of blocks, to choose from
 # clocks of a block, alone on an SM (H200, Q4_K): to begin and end; for 128 values of K, to copy a
 # tile of tokens, to unpack 16 rows and to multiply them with a tile; to add up parts of K, and of
 # each a unit's tile
-_BLOCK, _COPY, _UNPACK, _MULTIPLY, _PARTS, _SHARE = 3350, 72, 85, 14, 2100, 30
+_BLOCK, _COPY, _UNPACK, _MULTIPLY, _PARTS, _SHARE = 5500, 72, 85, 14, 2100, 30
 
 
 @dataclass(frozen=True)
