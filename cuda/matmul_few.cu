@@ -6,7 +6,7 @@
 //         `units` of them in a row, one of `parts` parts of K and up to Tiles * 8 tokens. It takes their
 //         chunks of K in order, an equal run for each warp, whose lanes read their own words of the weights
 //         from global memory, one chunk ahead and the first before the wait: no barrier in the loop.
-// Tokens  of the part of K lie in shared memory, 4 or 8 KiB for 128 values. Those past the last are zeros.
+// Tokens  of the part of K lie in shared memory, 4 to 8 KiB for 128 values. Those past the last are zeros.
 // Scales  become {S, M} pairs in a table of the warp, by the lanes of row g one block each.
 // Sums    of a unit's pieces, one for each warp that had of it, meet in shared memory and are added in the
 //         order of K, then those of the parts, by the block that arrives last: no bit depends on
@@ -14,7 +14,7 @@
 // Launch  grid = (row groups * parts, token blocks), block = 512 (a block an SM), dynamic shared:
 //         kernels/matmul_few.py.
 // Bytes   the matrix once for each token block. Time (H200, 2026-11-30, one launch after another): 7B Q4_K, 16
-//         tokens: o 7.3 us, gate/up 36 (76 MB, 17.4 at 4.4 TB/s), down 21; 32: 9.4, 51, 30. Bound by the
+//         tokens: o 7.3 us, gate/up 36 (76 MB, 17.4 at 4.4 TB/s), down 21; 24: 10, 41, 26; 32: 11, 53, 32. Bound by the
 //         instructions of unpacking, about 300 a warp for 16 x 128 values.
 // Registers  sm_90: at most 128, no spills.
 // Why not matmul_f16.cu: its tiles of 128 rows go through shared memory and two barriers a chunk; up to 16

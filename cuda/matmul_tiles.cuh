@@ -111,6 +111,8 @@ __device__ inline bool add_shares(float (&acc)[T::kMTiles][T::kNTiles][4], const
     __syncthreads();
     if (*order != last - first) return false;
     __threadfence();
+#pragma unroll
+    for (int i = 0; i < T::kSums; ++i) sums[i] = 0.0f;
     for (int block = first; block <= last; ++block) {
         const float* from = a.partial + share_slot(a, block, first, tile) * kFloats + threadIdx.x;
 #pragma unroll
@@ -123,8 +125,7 @@ __device__ inline bool add_shares(float (&acc)[T::kMTiles][T::kNTiles][4], const
                 if (j % 16 == 15) __syncwarp();  // no more loads at once than there are registers left
             }
 #pragma unroll
-            for (int j = 0; j < T::kSharesAtOnce; ++j)
-                sums[i + j] = block == first ? share[j] : __fadd_rn(sums[i + j], share[j]);
+            for (int j = 0; j < T::kSharesAtOnce; ++j) sums[i + j] = __fadd_rn(sums[i + j], share[j]);
         }
     }
     return true;

@@ -3,20 +3,22 @@
 //   matrices (N, K) in records (layout 2), alone, or up to three above each other as one
 // Weights are the rows (M) and go through registers, tokens the columns (N), from shared memory. Each warp has 16
 //         rows: it brings their records itself, in bulk, makes the {S, M} pairs of a chunk of 128 values of K, one
-//         block a lane, and unpacks its fragments while wgmma multiplies those before.
-// Tokens  of a chunk come by one thread, by TMA, a stage ahead: the only barrier in the loop is for them. wgmma takes as
-//         many as there are, by 8 (by 16 where Tokens > 128).
-// Sums    are written through a stage, so that rows of y are whole and the code is short: it runs cold.
-// Launch  grid = G, block = 256, dynamic shared: kernels/matmul_f16.py.
-// Limits  (H200) wgmma alone 989 TFLOP/s, a chunk of 128 x 128 in 1,024 clocks of an SM; a warp issues about 430
-//         instructions a chunk, 230 of them around wgmma, so an SM needs at least 860. Measured, one launch after
-//         another, 2026-11-30, 7B Q4_K: gate/up 70, 79, 103 us at 40, 64, 128 tokens, 447 TFLOP/s at 2,048, down
-//         528; of these about 14 us a launch whatever it does.
-// Registers  113 to 128 of two blocks an SM, 193 of one; no spills.
+//         block a lane, and unpacks its fragments. Both overlap with wgmma: the fragments of a block with the block
+//         before, the pairs of a chunk with the last block of the chunk before.
+// Tokens  of a chunk come by one thread, by TMA, into a stage that all warps are done with; no barrier in the loop. wgmma
+//         takes as many as there are, by 8 (by 16 where Tokens > 128), known where the loop over the blocks is: a jump at
+//         each wgmma ended its group, and nothing overlapped (gate/up of 128 tokens 102 us instead of 95).
+// Sums    are written through shared memory, so that rows of y are whole and the code is short: it runs cold. Where there
+//         are fewer tiles than blocks, a tile is a cluster's: each block adds up and writes a part of the tokens. The
+//         last to arrive adding up all took 11 of 30 us of o at 128 tokens, and writing them 6; now o takes 16.
+// Launch  grid = (G) or (tiles, 1, cluster), block = 256, dynamic shared: kernels/matmul_f16.py.
+// Limits  (H200) wgmma alone 989 TFLOP/s, a chunk of 128 x 128 in 1,024 clocks of an SM; a warp issues about 300
+//         instructions a chunk. Measured, one launch after another, 2026-11-30, 7B Q4_K: gate/up 66, 72, 98, 168 us at
+//         40, 64, 128, 256 tokens, 514 TFLOP/s at 2,048, down 536.
+// Registers  sm_90a: 128 of two blocks an SM, 239 to 255 of one; no spills.
 // Why not mma.sync (matmul_f16.cu): 290 TFLOP/s; it reads each fragment of the tokens into registers, 32 instructions a
 //         block, and has 1,312 multiply-adds a clock instead of 2,048. Why not a warp that only loads: 9 warps
-//         leave 96 registers. 256 tokens with one block an SM are slower for all types whose records leave room
-//         for two blocks of 128 (gate/up at 2,048: 1,335 us, not 1,245).
+//         leave 96 registers. 64 tokens with three blocks an SM were slower than two of 128 (gate/up at 40: 72 us).
 // arch-specific: sm_90a
 #include "cluster.cuh"
 #include "wgmma.cuh"
@@ -277,12 +279,13 @@ __global__ void __launch_bounds__(256, Tokens > 128 ? 1 : 2) matmul_wgmma(F16Arg
     Cursor at(a);
     if (threadIdx.x % kWarp == 0) {
         ring.begin(a, at);
-        ring.load(a, 0);
-        ring.load(a, 1);
+#pragma unroll 1  // here and below: short code, it runs cold
+        for (int record = 0; record < 2; ++record) ring.load(a, record);
     }
     pdl_wait();
     if (threadIdx.x == 0) {
         *ahead = at;
+#pragma unroll 1
         for (int i = 0; i < Stages; ++i) {
             arrivals[i].begin();
             leavings[i].begin(T::kWarps);

@@ -32,7 +32,7 @@ FAMILIES = (86, 87, 89, 100)  # one type of each family of formats
 FAMILY_TYPES = ("Q4_0", "Q4_K", "IQ4_XS", "F16")
 ALL_TYPES = tuple(t.cuda_name for t in QUANT_TYPES.values() if t.cuda_name)
 
-Row = list[int]  # registers, static shared bytes, bytes of local memory
+Row = list[int]  # registers, static shared bytes, spilled bytes, bytes of stack
 
 
 def stems() -> list[str]:
@@ -68,12 +68,10 @@ def measure(stem: str, name: str, arch: int) -> Row:
         found = re.search(pattern, log)
         return int(found[1]) if found else 0
 
+    spilled = number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads")
     # A stack without spills is an array in local memory, as where a function was not inlined.
-    return [
-        number(r"Used (\d+) registers"),
-        number(r"(\d+) bytes smem"),
-        number(r"(\d+) bytes stack frame"),
-    ]
+    stack = number(r"(\d+) bytes stack frame")
+    return [number(r"Used (\d+) registers"), number(r"(\d+) bytes smem"), spilled, stack]
 
 
 def load() -> dict[str, Any]:

@@ -274,8 +274,8 @@ def test_few_graphs_serve_prompts_of_every_length() -> None:
     counts = range(1, 4097)
     rows = [graph_rows(n) for n in counts]
     assert rows[:16] == list(range(1, 17)) and rows == sorted(rows)
-    assert all(n <= r < n + max(16, n / 4) for n, r in zip(counts, rows, strict=True))
-    assert all(graph_rows(r) == r for r in rows) and len(set(rows)) <= 45
+    assert all(n <= r < n + max(8, n / 8) for n, r in zip(counts, rows, strict=True))
+    assert all(graph_rows(r) == r for r in rows) and len(set(rows)) <= 70
 
 
 class Noting(Eager):
@@ -293,13 +293,13 @@ class Noting(Eager):
 def test_rows_behind_a_prompt_change_nothing_of_it(
     device: Device, mixed: Path, floats: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    """18 tokens are run as 32 rows, or as the 20 of a batch; with a tap as they are. The logits are
+    """18 tokens are run as 24 rows, or as the 20 of a batch; with a tap as they are. The logits are
     the same but for sums of another order, also of the token that comes next."""
     monkeypatch.setenv("MINFER_PREFILL", "" if path == "float32" else path)
     model = floats if path == "float32" else mixed
     ids = [*IDS, 9, 8, 7, 6, 5, 4, 3]
     results = []
-    for n_batch, tap, rows in ((64, None, [32]), (20, None, [20]), (64, lambda *seen: None, [])):
+    for n_batch, tap, rows in ((64, None, [24]), (20, None, [20]), (64, lambda *seen: None, [])):
         runner = runner_of(device, model, n_ctx=33, kv_type="f32", n_batch=n_batch)
         noting = runner._steps = Noting()  # type: ignore[assignment]
         runner.forward(ids, 0, 1, tap)

@@ -60,11 +60,11 @@ class EagerSteps:
 
 def graph_rows(count: int) -> int:
     """The rows that a prompt of `count` tokens is run with, so that few graphs serve every length:
-    multiples of an eighth of the next power of two, at least of 16. What comes after the prompt
+    multiples of a sixteenth of the next power of two, at least of 8. What comes after the prompt
     is hidden from it by the causal mask, and overwritten by what is said next."""
     if count <= EXACT_ROWS:
         return count
-    step = max(16, 1 << (count - 1).bit_length() >> 3)
+    step = max(8, 1 << (count - 1).bit_length() >> 4)
     return ceil_div(count, step) * step
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 
 _ALIGNMENT = 256  # what cudaMalloc promises
+# Bytes behind an allocation that are nobody's: a read past its end never meets the next one.
+_GUARD = 1 << 16
 _WRITTEN = 4  # shadow word of bytes that an earlier launch or the host has written (memory.cpp)
 
 
@@ -16,9 +18,10 @@ class Allocation:
 
     def __init__(self, nbytes: int, checked: bool):
         self.nbytes = nbytes
-        self._raw = np.full(nbytes + 2 * _ALIGNMENT, 0xFF, np.uint8)  # NaN to every float type
+        self._raw = np.empty(_ALIGNMENT + nbytes + _GUARD, np.uint8)
         start = -self._raw.ctypes.data % _ALIGNMENT
         self.bytes = self._raw[start : start + nbytes]
+        self.bytes[...] = 0xFF  # NaN to every float type
         self.address = self.bytes.ctypes.data
         self.writes = np.zeros(nbytes if checked else 0, np.uint64)
         self.reads = np.zeros(nbytes if checked else 0, np.uint64)
