@@ -407,6 +407,17 @@ def test_a_cluster_shares_each_tile_where_there_are_fewer_tiles_than_blocks() ->
     assert (gate_up.grid, gate_up.cluster) == (264, 1)
 
 
+@pytest.mark.parametrize("sm_count", [132, 114, 78, 16, 7])
+def test_a_cluster_has_room_on_one_gpc(sm_count: int) -> None:
+    """A card of sm_90 has eight GPCs at most: one of them has an eighth of the SMs or more."""
+    for quant in (by_name("Q4_K"), by_name("Q6_K")):
+        for rows, cols in ((128, 18944), (896, 4864), (3584, 3584), (3584, 18944), (29568, 8192)):
+            for tile in tiles_of(90, quant, 227 << 10):
+                sizes = (rows, cols, 200, sm_count, 227 << 10)
+                how = plan(quant, *sizes, tiles=(tile,), cluster_limit=16)
+                assert how.cluster == 1 or how.cluster <= sm_count // 8 * tile.blocks
+
+
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(("tile", "tokens"), [(WGMMA_128, 77), (WGMMA_128, 131), (WGMMA_256, 141)])
 def test_a_cluster_adds_up_to_the_bits_of_global_memory(

@@ -78,7 +78,7 @@ _SHARE_CLOCKS = 25  # to add up another block's part of a tile, for each sum of 
 _SHARED_CHUNKS = 4  # fewest of a tile that one of the blocks that share it is worth
 _CLUSTER_CHUNKS = 2  # the same in a cluster
 _HALVED = 1.25  # of `chunk`, for types with a scale every 16 values
-_GPC_SMS = 16  # which the blocks of a cluster are on
+_GPCS = 8  # of a card of sm_90, at most; the blocks of a cluster are on one
 
 
 @functools.cache
@@ -214,10 +214,11 @@ def _in_waves(of: Plan, count: int, quant: QuantType, sm_count: int) -> Plan:
 def _alone(
     of: Plan, count: int, quant: QuantType, sm_count: int, cluster_limit: int
 ) -> Iterator[Plan]:
-    """Every block has one of `count` tiles, or a cluster of blocks has: as many as run at once."""
+    """Every block has one of `count` tiles, or a cluster of blocks has: as many as run at once, and
+    no more than the largest GPC is sure to have room for."""
     tile, cost = of.tile, of.tile.cost
-    on_gpc = ceil_div(count, max(1, sm_count // _GPC_SMS))
-    most = min(_GPC_SMS * tile.blocks // on_gpc, of.chunks // _CLUSTER_CHUNKS, cluster_limit)
+    of_gpc = sm_count // _GPCS * tile.blocks // ceil_div(count, _GPCS)
+    most = min(of_gpc, of.chunks // _CLUSTER_CHUNKS, cluster_limit)
     for cluster in range(1, max(1, most) + 1):
         of_sm = ceil_div(count * cluster, sm_count)
         if of_sm > tile.blocks:
