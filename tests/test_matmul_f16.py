@@ -226,6 +226,11 @@ def forced(
     return asked_kernels(device, monkeypatch)
 
 
+def shared_out(monkeypatch: pytest.MonkeyPatch, how: f16.Plan) -> None:
+    """Every product is shared out so."""
+    monkeypatch.setattr(f16, "plan", lambda *sizes, **kinds: how)
+
+
 @pytest.mark.parametrize("tokens", [5, 19, 27])
 @pytest.mark.parametrize("quant", QUANTISED, ids=ids)
 def test_few_tokens_of_every_type_equal_float64(
@@ -347,7 +352,7 @@ def test_a_tile_that_blocks_share_has_the_same_bits_every_time(
     n, k, tokens = 21, 128 * 20, 40
     how = plan(quant, n, k, tokens, device.sm_count, device.shared_limit, tiles=(tile,))
     how = replace(how, grid=7, cluster=1, waves=0, units=how.token_tiles * how.chunks)
-    monkeypatch.setattr(f16, "plan", lambda *sizes, **kinds: how)
+    shared_out(monkeypatch, how)
     w, values = matrix(device, rng, quant, n, k)
     x = rng.standard_normal((tokens, k)).astype(np.float32)
     activations = halved(device, x)
@@ -441,7 +446,7 @@ def test_a_cluster_adds_up_to_the_bits_of_global_memory(
     x = halved(device, rng.standard_normal((tokens, k)).astype(np.float32))
     results = []
     for one in (how, flat):
-        monkeypatch.setattr(f16, "plan", lambda *sizes, one=one, **kinds: one)
+        shared_out(monkeypatch, one)
         if gated:
             out = Activations.empty(device, tokens, n, f16=True)
             gate_up_f16(device, *weights, x, out, tile=tile, **scratch)

@@ -35,8 +35,8 @@ class Cost:
     start_more: int  # and for each 8 tokens of a tile
     chunk: int  # of an SM for 128 values of K of a tile, where blocks have many,
     chunk_more: int  # and for each 8 tokens of it
-    # the same of blocks of one tile: of a launch, and for each 8 tokens; of a block where one, two,
-    # ... are on an SM, as a part of that of an SM
+    # the same where blocks have one tile, as those of a wide tile may: of a launch, and for each 8
+    # tokens; of a block where one, two, ... are on an SM, as a part of that of an SM
     alone_start: int = 0
     alone_more: int = 0
     alone: tuple[float, ...] = ()
@@ -77,7 +77,7 @@ TILES = (NARROW, SQUARE)  # of every card and type
 _SHARE_CLOCKS = 25  # to add up another block's part of a tile, for each sum of a thread
 _SHARED_CHUNKS = 4  # fewest of a tile that one of the blocks that share it is worth
 _CLUSTER_CHUNKS = 2  # the same in a cluster
-_HALVED = 1.25  # of `chunk`, for types with a scale every 16 values
+_TWO_SCALES = 1.25  # of `chunk` of a wide tile, for types with a scale every 16 values
 _GPCS = 8  # of a card of sm_90, at most; the blocks of a cluster are on one
 
 
@@ -181,7 +181,7 @@ def plan(
         each = tile.by * ceil_div(tokens, tile.by * token_tiles)
         none = Plan(tile, count, 0, 1, 0, token_tiles, each, chunks, 0, 0.0)
         ways.append(_in_waves(none, row_tiles * token_tiles, quant, sm_count))
-        if tile.cost.alone:
+        if tile.wide:
             ways += _alone(none, row_tiles * token_tiles, quant, sm_count, cluster_limit)
     if not ways:
         raise KernelError(f"matmul_f16: {quant.name} needs more than {shared_limit} bytes a block")
@@ -191,7 +191,7 @@ def plan(
 def _chunk_clocks(of: Plan, quant: QuantType) -> float:
     """Of an SM for a chunk of a tile, where blocks have many."""
     cost = of.tile.cost
-    unpack = cost.chunk * (_HALVED if of.tile.wide and scale_pairs(quant) == 2 else 1)
+    unpack = cost.chunk * (_TWO_SCALES if of.tile.wide and scale_pairs(quant) == 2 else 1)
     return (unpack + cost.chunk_more * of.tokens_each / 8) * chunk_values(quant) / 128
 
 
@@ -200,7 +200,7 @@ def _in_waves(of: Plan, count: int, quant: QuantType, sm_count: int) -> Plan:
     tile, cost = of.tile, of.tile.cost
     blocks, units = sm_count * tile.blocks, count * of.chunks
     grid = min(blocks, units, PARTIALS // (2 * tile.sums * tile.threads))
-    if count < grid and not (cost.alone and grid < 2 * count):  # as many blocks for each tile
+    if count < grid and not (tile.wide and grid < 2 * count):  # as many blocks for each tile
         grid = count * max(1, min(grid // count, of.chunks // _SHARED_CHUNKS))
     waves = count // grid if count % grid == 0 else max(0, count // grid - 1)
     shares = 0 if count % blocks == 0 else min(blocks, units) / min(count, blocks)
