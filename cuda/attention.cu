@@ -1,6 +1,6 @@
 // Attention: out[t, h] = softmax(q[t, h] k^T / sqrt(E)) v, causal.
 //   attention<KV, E>                64 rows a block: prefill
-//   attention_decode<KV, E, WARPS>  8 rows a block: one token, or a few
+//   attention_decode<KV, E, WARPS, DEPTH>  8 rows a block: one token, or a few
 //   q         (T, H, E) float, rotated          k, v  (S, G, E) KV, one layer: __half or float
 //   position  int32 in device memory: the position of token 0; token t sees keys 0..*position + t
 //   out       (T, H*E) float; qs (T, Kp), ds (T, Kp/32): the same in layout 1; h (T, Kp), hs (T): as
@@ -39,13 +39,15 @@
 // Registers  sm_90: attention E 64 168, E 128 219, f32 cache 168, 254; attention_decode 8 warps 96, 117,
 //         4 warps 96, 132, f32 cache 144, 222. No spills from sm_75 to sm_120. 8 warps of 128 registers
 //         and 69 or 137 KB leave room on an SM of sm_90 for a block of the product before or after.
-// Shared  attention 32, 64 KB; attention_decode 8 warps 69, 137 KB where a card has that much, 4 warps 36,
-//         39 KB: at most what sm_75 has.
+// Shared  attention 32, 64 KB; attention_decode 8 warps 69, 137 KB where a card has that much, and 4 warps with
+//         72 KB, two blocks an SM, for more kv heads than clusters of 16 SMs fit (14B, 32B: an H200 holds seven,
+//         and the eighth waited for one to end); else 4 warps, 36, 39 KB: at most what sm_75 has.
 #include "attention.cuh"
 #include "attention_decode.cuh"
 #include "cluster.cuh"
 #include "q8.cuh"
 #include "quants_f16.cuh"
+#include "state.cuh"
 
 struct AttentionShape {
     int tokens, heads, kv_heads, context;  // T, H, G, S
@@ -77,15 +79,14 @@ struct Prefill {
 };
 
 // The decode's block: 8 rows, which all warps share, each over key tiles of its own.
-template <int E, int WARPS>
+template <int E, int WARPS, int DEPTH>
 struct Decode {
     static constexpr int kThreads = WARPS * kWarp;
     static constexpr int kRows = kHeads, kSlots = WARPS;
     static constexpr int kStride = E + 4;
-    static constexpr int kDepth = WARPS == 8 || E == 64 ? 2 : 1;  // tiles of a warp under way
     static constexpr int kTile = 2 * kWarpKeys * E;               // halves: keys, values
     static constexpr int kTurn = kWarpKeys * kRows;               // of a warp: its weights
-    static constexpr int kTurns = WARPS * kDepth * kTile, kQueries = kTurns + WARPS * kTurn;
+    static constexpr int kTurns = WARPS * DEPTH * kTile, kQueries = kTurns + WARPS * kTurn;
     static constexpr int kBox = kQueries + kRows * E;
     static constexpr int kSharedBytes = kBox * 2 + Box<E>::kFloats * 4;
 };
@@ -97,7 +98,6 @@ struct Sums {
     // Rows of sums in shared memory lie kStride apart: fragments are written without bank conflicts.
     static constexpr int kStats = Tile::kSlots * Tile::kRows * Tile::kStride;
     static_assert(E == 64 || E == 128, "head dims of the family");
-    static_assert(Tile::kSlots > 4 || Tile::kSharedBytes <= 65536, "all that sm_75 has");
     static_assert((kStats + Tile::kSlots * Tile::kRows * 2) * 4 <= Tile::kSharedBytes, "of all warps");
     static_assert(Tile::kRows * kMaxSplits * 4 <= Tile::kSharedBytes, "weights of the splits");
 };
@@ -500,9 +500,6 @@ __device__ inline void stage(__half* to, const KV* k, const KV* v, int tile, con
     copy_async_commit();
 }
 
-// From L2: before and after the wait the value may differ.
-__device__ inline int read_position(const int* at) { return *static_cast<const volatile int*>(at); }
-
 template <typename KV, int E>
 __global__ void __launch_bounds__(kThreads, E == 64 ? 3 : 2)
     attention(const float* q, const KV* k, const KV* v, const int* position_at, float* out,
@@ -561,10 +558,10 @@ __global__ void __launch_bounds__(kThreads, E == 64 ? 3 : 2)
               Scratch{partials, arrivals});
 }
 
-// A warp's ring of tiles: its n-th tile is n * WARPS behind its first and lies in slot n % kDepth.
-template <typename KV, int E, int WARPS>
+// A warp's ring of tiles: its n-th tile is n * WARPS behind its first and lies in slot n % DEPTH.
+template <typename KV, int E, int WARPS, int DEPTH>
 struct Ring {
-    using Tile = Decode<E, WARPS>;
+    using Tile = Decode<E, WARPS, DEPTH>;
     const KV *k, *v;  // of the kv head
     int64_t stride;
     __half* slots;
@@ -572,31 +569,31 @@ struct Ring {
     __device__ int tile(const Work& work, int n) const {
         return work.begin + threadIdx.x / kWarp + n * WARPS;
     }
-    __device__ __half* slot(int n) const { return slots + n % Tile::kDepth * Tile::kTile; }
+    __device__ __half* slot(int n) const { return slots + n % DEPTH * Tile::kTile; }
     __device__ void add(const Work& work, int n) const {
         if (tile(work, n) < work.end)
             stage_own<KV, E>(slot(n), k, v, tile(work, n), work.length, stride);
     }
 };
 
-template <typename KV, int E, int WARPS>
+template <typename KV, int E, int WARPS, int DEPTH>
 __global__ void __launch_bounds__(WARPS * kWarp, 2)
     attention_decode(const float* q, const KV* k, const KV* v, const int* position_at, float* out,
                      int8_t* qs, GroupScale* ds, uint8_t* h, float* hs, float* partials,
                      int* arrivals, AttentionShape shape) {
-    using Tile = Decode<E, WARPS>;
+    using Tile = Decode<E, WARPS, DEPTH>;
     // A float32 cache is read through L1, which may hold lines of before the wait.
     constexpr bool kEarly = sizeof(KV) == 2;
     const int warp = threadIdx.x / kWarp;
     const Place place = find_place<Tile::kRows>(shape);
     __half* shared = reinterpret_cast<__half*>(shared_bytes());
-    const Ring<KV, E, WARPS> ring = {k + blockIdx.x * E, v + blockIdx.x * E,
+    const Ring<KV, E, WARPS, DEPTH> ring = {k + blockIdx.x * E, v + blockIdx.x * E,
                                      static_cast<int64_t>(shape.kv_heads) * E,
-                                     shared + warp * Tile::kDepth * Tile::kTile};
+                                     shared + warp * DEPTH * Tile::kTile};
     int position = min(max(read_position(position_at), 0), shape.context - shape.tokens);
     Work work = find_work<kWarpKeys>(shape, place.token(place.rows - 1), position);
 #pragma unroll 1
-    for (int n = 0; n < Tile::kDepth; ++n) {
+    for (int n = 0; n < DEPTH; ++n) {
         if (kEarly) ring.add(work, n);
         copy_async_commit();
     }
@@ -609,7 +606,7 @@ __global__ void __launch_bounds__(WARPS * kWarp, 2)
     // Tiles that reach past `from` have keys of before the wait: again, all where the guess was wrong.
     for (int from = kEarly ? position : 0;; from = 0) {
 #pragma unroll 1
-        for (int n = 0; n < Tile::kDepth; ++n) {
+        for (int n = 0; n < DEPTH; ++n) {
             if ((ring.tile(work, n) + 1) * kWarpKeys <= from) continue;
             copy_async_wait<0>();
             ring.add(work, n);
@@ -631,8 +628,8 @@ __global__ void __launch_bounds__(WARPS * kWarp, 2)
         const bool newest = (tile + 1) * kWarpKeys > position;
         if (newest)
             copy_async_wait<0>();
-        else  // all but the groups of the kDepth - 1 next tiles
-            copy_async_wait<Tile::kDepth - 1>();
+        else  // all but the groups of the DEPTH - 1 next tiles
+            copy_async_wait<DEPTH - 1>();
         __syncwarp();
         const __half* keys = ring.slot(n);
         float s[4];
@@ -641,7 +638,7 @@ __global__ void __launch_bounds__(WARPS * kWarp, 2)
         weigh_keys(s, columns);
         add_keys(columns, s, shared + Tile::kTurns + warp * Tile::kTurn, keys + kWarpKeys * E);
         __syncwarp();  // the slot has been read by all
-        ring.add(work, n + Tile::kDepth);
+        ring.add(work, n + DEPTH);
         copy_async_commit();
     }
     finish_decode<E, Tile>(columns, work.active, place, Output{out, qs, ds, h, hs},

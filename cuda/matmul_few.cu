@@ -127,14 +127,15 @@ struct Run {
 template <int Tiles>
 __device__ inline void copy_tokens(char* to, const F16Product& a, int first, int groups) {
     using F = Few<Tiles>;
-    constexpr int kPieces = kTokenBytes / 16, kOfGroup = kPieces * F::kTokens;
+    constexpr int kPieces = kTokenBytes / 16, kOfGroup = kPieces * F::kTokens, kAtOnce = kThreads / kOfGroup;
+    const int piece = threadIdx.x % kPieces, slot = threadIdx.x / kPieces % F::kTokens;
+    const int token = blockIdx.y * F::kTokens + slot;
     const int64_t row = static_cast<int64_t>(ceil_div(a.k, kGroup)) * kTokenBytes;
-    for (int i = threadIdx.x; i < groups * kOfGroup; i += kThreads) {
-        const int piece = i % kPieces, slot = i / kPieces % F::kTokens, group = i / kOfGroup;
-        const int token = blockIdx.y * F::kTokens + slot;
-        const uint8_t* from = a.h + min(token, a.tokens - 1) * row + (first + group) * kTokenBytes + piece * 16;
-        copy_async16(to + group * F::kGroupBytes + token_offset(piece, slot, F::kTokens), from, token < a.tokens);
-    }
+    const uint8_t* from = a.h + min(token, a.tokens - 1) * row + first * kTokenBytes + piece * 16;
+    to += token_offset(piece, slot, F::kTokens);
+    if (threadIdx.x < kAtOnce * kOfGroup)  // whole groups at once
+        for (int i = threadIdx.x / kOfGroup; i < groups; i += kAtOnce)
+            copy_async16(to + i * F::kGroupBytes, from + i * kTokenBytes, token < a.tokens);
     copy_async_commit();
 }
 

@@ -8,8 +8,8 @@
 //         Normed     a float row and an RMSNorm weight: every block norms and quantises it itself into
 //                    shared memory, with the bits of norm.cu, which costs less than another launch.
 // Split   a strip of 8 rows is cut along K into parts of `part_records` records, a divisor of its records;
-//         partial sums meet in shared memory once, at the end, and are added in order of K. The order
-//         depends on K and the type alone: fused or not, on any card, equal bits. A block owns one or
+//         partial sums meet in shared memory once, at the end, and are added there in four chains, in order
+//         of K each. The order depends on K and the type alone: fused or not, on any card, equal bits. A block owns one or
 //         two runs of whole strips, each contiguous in memory; its warps take their parts in turn and
 //         stream them without a barrier.
 // Launch  block = 512, dynamic shared and grid: kernels/matvec.py.
@@ -25,6 +25,7 @@
 #include "q8.cuh"
 #include "quants.cuh"
 #include "rope.cuh"
+#include "state.cuh"
 
 constexpr int kThreads = kNormThreads;  // twice on an SM: 64 registers a thread
 constexpr int kWarps = kThreads / kWarp;
@@ -153,9 +154,9 @@ struct Runs {
 };
 
 // Partial sums of every part: sums[part * 8 + row of its strip]. The first loads start before the wait
-// for the input. `addends.before`, `.early` and `.late` start asynchronous copies of what the end will
-// need: before the wait, after it, and once more when that has arrived. Ends with a barrier, all that and
-// `partial`, from which In::factor makes the row's factor, in shared memory.
+// for the input. `addends.before` and `.after` start asynchronous copies of what the end will need, before
+// the wait and after it. Ends with a barrier, all that and `partial`, from which In::factor makes the row's
+// factor, in shared memory.
 template <class Q, class In, int Depth = Q::kDepth, class Addends>
 __device__ void part_sums(const Runs& runs, const Input& in, float* sums, float* partial, char* row_memory,
                           Addends& addends) {
@@ -183,9 +184,8 @@ __device__ void part_sums(const Runs& runs, const Input& in, float* sums, float*
     In::before(in, sums);
     addends.before();
     pdl_wait();
-    addends.early();
+    addends.after();
     const In row = In::take(in, row_memory, records * Q::kChunks, sums, partial);
-    addends.late();
     copy_async_commit();
 
     float acc = 0.0f;
@@ -215,15 +215,23 @@ __device__ void part_sums(const Runs& runs, const Input& in, float* sums, float*
     __syncthreads();
 }
 
-// Row `row` of the block, counted over its strips, of what part_sums left.
+// Row `row` of the block, counted over its strips, of what part_sums left. One chain of additions, 74 of them in
+// down of the 7B, would be longer than all else at the end.
 template <class Q>
 __device__ inline float row_sum(const float* sums, const Input& in, int row) {
     const int strip_parts = ceil_div(in.k, Q::kRecK) / in.part_records;
     const float* p = sums + (row >> 3) * strip_parts * 8 + (row & 7);
-    float sum = p[0];
-#pragma unroll 4
-    for (int i = 1; i < strip_parts; ++i) sum = __fadd_rn(sum, p[i * 8]);
-    return sum;
+    float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    int i = 0;
+#pragma unroll 2
+    for (; i + 4 <= strip_parts; i += 4) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) sum[j] = __fadd_rn(sum[j], p[(i + j) * 8]);
+    }
+#pragma unroll
+    for (int j = 0; j < 3; ++j)
+        if (i + j < strip_parts) sum[j] = __fadd_rn(sum[j], p[(i + j) * 8]);
+    return __fadd_rn(__fadd_rn(sum[0], sum[1]), __fadd_rn(sum[2], sum[3]));
 }
 
 // Bytes of a strip, and parts of it.
@@ -255,10 +263,9 @@ struct RowAddends {
     __device__ void before() {
         if (inside && out.bias) copy_async(bias, out.bias + row);
     }
-    __device__ void early() {
+    __device__ void after() {
         if (inside && out.residual) copy_async(residual, out.residual + row);
     }
-    __device__ void late() {}
 };
 
 // A block has `strips` strips, the last one what is left.
@@ -286,8 +293,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) matvec(const uint8_t* w, In
 
 struct Nothing {
     __device__ void before() {}
-    __device__ void early() {}
-    __device__ void late() {}
+    __device__ void after() {}
 };
 
 //   gate, up (N, K)   qs_out (Np), ds_out (Np / 32): q8 row of N values, y (N) float; null: not written
@@ -341,23 +347,30 @@ struct QkvArguments {
 };
 
 // Biases and rotation of a thread's pair of rows (first, first + E/2) of q, k or v, under way while the
-// sums are made.
+// sums are made. The rotation is that of the position as it is before the wait, so that its reading is not in
+// the way of a product. Only in the first layer can the wait be for a kernel that moves it: read again.
 struct PairAddends {
     const QkvArguments& a;
     float* bias;  // shared: two, then the rotation
     float2* cs;
     int which, first;
     bool inside;
+    int guess = 0, position = 0;
+    __device__ const float2* rotation_at(int where) const {
+        const int row = min(max(where, 0), a.context - 1);
+        return a.rope + static_cast<int64_t>(row) * (a.head_dim / 2) + first % a.head_dim;
+    }
     __device__ void before() {
         if (!inside) return;
         copy_async(bias, a.bias[which] + first);
         copy_async(bias + 1, a.bias[which] + first + a.head_dim / 2);
+        guess = read_position(a.position);
+        if (which != 2) copy_async(cs, rotation_at(guess));
     }
-    __device__ void early() {}
-    __device__ void late() {
-        if (inside && which != 2)
-            copy_async(cs, a.rope + static_cast<int64_t>(*a.position) * (a.head_dim / 2) + first % a.head_dim);
+    __device__ void after() {
+        if (inside) position = read_position(a.position);
     }
+    __device__ float2 rotation() const { return position == guess ? *cs : *rotation_at(position); }
 };
 
 // A block makes `strips` strips of a head and those of their RoPE partners, E/2 rows further on.
@@ -380,15 +393,14 @@ __device__ void project_heads(const QkvArguments& a, int which, int block) {
                              row_memory<In>(in, 2 * parts), addends);
     if (t >= pairs) return;
     const float scale = In::factor(in, partial);
-    const int position = *a.position;
     const float x0 = __fmul_rn(row_sum<Q>(sums, in, t), scale), x1 = __fmul_rn(row_sum<Q>(sums, in, pairs + t), scale);
     const float b0 = bias[2 * t], b1 = bias[2 * t + 1];
-    const float2 v = which == 2 ? make_float2(__fadd_rn(x0, b0), __fadd_rn(x1, b1)) : rope_pair(x0, x1, b0, b1, rotation[t]);
+    const float2 v = which == 2 ? make_float2(__fadd_rn(x0, b0), __fadd_rn(x1, b1)) : rope_pair(x0, x1, b0, b1, addends.rotation());
     if (which == 0) {
         a.q[first] = v.x, a.q[second] = v.y;
-    } else if (position < a.context) {
+    } else if (addends.position < a.context) {
         KV* cache = static_cast<KV*>(which == 1 ? a.k_cache : a.v_cache) +
-                    static_cast<int64_t>(position) * a.kv_heads * a.head_dim;
+                    static_cast<int64_t>(addends.position) * a.kv_heads * a.head_dim;
         store_kv(cache + first, v.x);
         store_kv(cache + second, v.y);
     }

@@ -26,3 +26,6 @@ struct DrawResult {
     float logprobs[kMaxLogprobs];
 };
 static_assert(sizeof(DrawResult) == 16 + 8 * kMaxLogprobs, "");
+
+// A step's position, from L2: before and after the wait of dependent launch it may differ.
+__device__ inline int read_position(const int* at) { return *static_cast<const volatile int*>(at); }

@@ -6,6 +6,7 @@ Every cache is NaN behind the last key and every output starts as NaN.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from test_matmul_f16 import unpermute
 
 from minfer_cuda.errors import KernelError
 from minfer_cuda.kernels import Device
+from minfer_cuda.kernels import attention as attention_module
 from minfer_cuda.kernels.attention import (
     DECODE_SPLITS,
     MAX_SPLITS,
@@ -182,6 +184,41 @@ def test_a_cluster_merges_splits_to_the_bits_of_global_memory(
         monkeypatch.undo()
 
 
+@pytest.mark.parametrize("ring", [(4, 1), (4, 2), (8, 2)])
+def test_keys_come_through_a_ring_of_any_size(
+    device: Device, monkeypatch: pytest.MonkeyPatch, ring: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(attention_module, "_ring", lambda device, how, kv: ring)
+    case = Case.random(1, 5, 1, 128, past=333)
+    case.check(case.run(device))
+
+
+@pytest.mark.gpu
+def test_more_clusters_than_run_at_once_have_small_blocks(device: Device) -> None:
+    if device.cluster_limit < DECODE_SPLITS:
+        pytest.skip("no clusters of 16 blocks")
+    for past in (0, 100, 255, 4095):
+        case = Case.random(1, 5, 8, 128, past)
+        for how in (case.plan(DECODE_SPLITS), case.plan(DECODE_SPLITS, min_keys=16)):
+            first, second = case.run(device, how, repeats=2)
+            np.testing.assert_array_equal(first, second)
+            case.check(first)
+
+
+def test_the_ring_is_what_a_card_has_room_for() -> None:
+    def ring(kv_heads: int, cluster_limit: int, shared_limit: int, kv: str = "__half") -> object:
+        device = SimpleNamespace(cluster_limit=cluster_limit, shared_limit=shared_limit)
+        how = plan(1, 5 * kv_heads, kv_heads, 128, 4096, 132, cluster_limit)
+        return attention_module._ring(device, how, kv)
+
+    h200, rtx = 227 * 1024, 99 * 1024
+    assert ring(4, 16, h200) == (8, 2)
+    assert ring(8, 16, h200) == (4, 2)  # two blocks an SM: eight clusters of sixteen fit
+    assert ring(8, 1, h200) == (8, 2)
+    assert ring(4, 1, rtx) == (4, 1)
+    assert ring(4, 16, h200, "float") == (4, 1)
+
+
 def test_a_short_context_leaves_the_partials_alone(device: Device) -> None:
     case = Case.random(1, 7, 1, 64, past=255)
     how = case.plan(splits=3)
@@ -310,8 +347,9 @@ def test_plans_fill_the_card_and_never_more_than_the_context() -> None:
     assert plan(1, 14, 2, 64, 1024, 132).partials == 2 * 16 * 16 * 34
     assert plan(64, 14, 2, 64, 1024, 132).partials == 2 * 7 * 4 * 64 * 66
     for head_dim in (64, 128):
-        assert plan(1, 14, 2, head_dim, 1024, 132).shared_bytes(4) <= 65536
-        assert plan(512, 14, 2, head_dim, 1024, 132).shared_bytes(4) <= 65536
+        least = attention_module._least_ring(head_dim)
+        assert plan(1, 14, 2, head_dim, 1024, 132).shared_bytes(*least) <= 65536
+        assert plan(512, 14, 2, head_dim, 1024, 132).shared_bytes(*least) <= 65536
 
 
 def test_scratch_suffices_for_every_number_of_tokens() -> None:
@@ -324,8 +362,8 @@ def test_scratch_suffices_for_every_number_of_tokens() -> None:
 
 def test_instances_are_named_once_each() -> None:
     names = instances([])
-    assert len(names) == len(set(names)) == 10
-    assert "attention_decode<__half, 64, 8>" in names
+    assert len(names) == len(set(names)) == 11
+    assert "attention_decode<__half, 64, 8, 2>" in names
 
 
 def test_wrong_arguments_are_named_with_what_was_expected(device: Device) -> None:

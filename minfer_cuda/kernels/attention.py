@@ -24,6 +24,8 @@ _PREFILL_KEYS = 256  # that a split takes at least
 _DECODE_KEYS = 128  # that a split takes at least: a tile of 16 for each of 8 warps
 _ALONE_KEYS = 256  # up to so many, two rounds of 8 warps cost less than adding up splits
 _CLUSTER_KEYS = 16  # both in a cluster, whose splits cost nothing to add up
+_RINGS = ((8, 2), (4, 2))  # warps of a decode's block, tiles of each under way: two, or one, an SM
+_LARGE_CLUSTERS = 7  # that an H200 holds at once, of 16 SMs each
 
 
 class _Shape(ctypes.Structure):
@@ -51,12 +53,11 @@ class Plan:
     def grid(self) -> tuple[int, int, int]:
         return (self.kv_heads, self.row_tiles, self.splits)
 
-    def shared_bytes(self, warps: int) -> int:
+    def shared_bytes(self, warps: int, depth: int) -> int:
         """Keys and values under way in float16; in decode also each warp's 16 x 8 weights, 8 rows
         of q and what 16 splits say of half a row: kSharedBytes of the kernel."""
         if self.rows == PREFILL_ROWS:
             return 2 * 2 * 64 * self.head_dim * 2
-        depth = 2 if warps == 8 or self.head_dim == 64 else 1
         rows = warps * depth * 2 * 16 + DECODE_ROWS
         box = DECODE_SPLITS * (self.head_dim // 2 + 2) * 4
         return rows * self.head_dim * 2 + warps * 16 * DECODE_ROWS * 2 + box
@@ -119,19 +120,30 @@ def instances(types: Sequence[str] = ()) -> list[str]:
     """Every instance of cuda/attention.cu; weight types make no difference."""
     prefill = [f"attention<{kv}, {e}>" for kv in CACHE_TYPES.values() for e in HEAD_DIMS]
     decode = [
-        f"attention_decode<{kv}, {e}, {warps}>"
+        f"attention_decode<{kv}, {e}, {warps}, {depth}>"
         for kv in CACHE_TYPES.values()
         for e in HEAD_DIMS
-        for warps in ((4, 8) if kv == "__half" else (4,))
+        for warps, depth in sorted({_least_ring(e), *(_RINGS if kv == "__half" else ())})
     ]
     return prefill + decode
 
 
-def _warps(device: Device, how: Plan, kv: str) -> int:
-    """8 where a decode's keys can be on their way before the wait and there is room for them."""
-    if how.rows == PREFILL_ROWS or kv != "__half" or how.shared_bytes(8) > device.shared_limit:
-        return 4
-    return 8
+def _least_ring(head_dim: int) -> tuple[int, int]:
+    """Warps of a decode's block, and tiles each has under way, that every card has room for."""
+    return (4, 2 if head_dim == 64 else 1)
+
+
+def _ring(device: Device, how: Plan, kv: str) -> tuple[int, int]:
+    """8 warps where a decode's keys can be on their way before the wait and there is room for
+    them; in clusters so many that two blocks have to share an SM, 4."""
+    if how.rows == PREFILL_ROWS or kv != "__half":
+        return _least_ring(how.head_dim)
+    large, small = _RINGS
+    clustered = how.splits == DECODE_SPLITS <= device.cluster_limit
+    if clustered and how.row_tiles * how.kv_heads > _LARGE_CLUSTERS:
+        return small
+    fits = how.shared_bytes(*large) <= device.shared_limit
+    return large if fits else _least_ring(how.head_dim)
 
 
 def attention(
@@ -173,17 +185,17 @@ def attention(
         expect_room("attention", "partials", partials, how.partials, np.float32)
         expect_room("attention", "arrivals", arrivals, how.arrivals, np.int32)
     kv = CACHE_TYPES[np.dtype(k_cache.dtype).name]
-    warps = _warps(device, how, kv)
+    warps, depth = _ring(device, how, kv)
     name = f"attention<{kv}, {head_dim}>"
     decode = how.rows == DECODE_ROWS
     if decode:
-        name = f"attention_decode<{kv}, {head_dim}, {warps}>"
+        name = f"attention_decode<{kv}, {head_dim}, {warps}, {depth}>"
     kernel = device.kernel("attention", name)
     shape = _Shape(tokens, heads, kv_heads, context, how.alone_keys, how.min_keys)
     arguments = (q, k_cache, v_cache, position, out, qs, ds, h, hs, partials, arrivals, shape)
     whole = decode and how.splits == DECODE_SPLITS  # each block merges one slice
     cluster = how.splits if whole and how.splits <= device.cluster_limit else 1
-    kernel(how.grid, 32 * warps, *arguments, shared=how.shared_bytes(warps), cluster=cluster)
+    kernel(how.grid, 32 * warps, *arguments, shared=how.shared_bytes(warps, depth), cluster=cluster)
 
 
 def _check_plan(how: Plan, tokens: int, heads: int, kv_heads: int, head_dim: int) -> None:

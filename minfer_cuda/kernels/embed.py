@@ -23,4 +23,4 @@ def embed(device: Device, table: Matrix, tokens: DeviceArray, x: DeviceArray) ->
     expect("embed", "tokens", tokens, (count,), np.int32)
     expect("embed", "x", x, (count, table.cols), np.float32)
     kernel = device.kernel("embed", f"embed<{table.quant.cuda_name}>")
-    kernel(count, 128, table.data, tokens, x, table.cols)
+    kernel(count, 512 if count == 1 else 128, table.data, tokens, x, table.cols)
