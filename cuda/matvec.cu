@@ -351,11 +351,12 @@ struct QkvArguments {
 // the way of a product. Only in the first layer can the wait be for a kernel that moves it: read again.
 struct PairAddends {
     const QkvArguments& a;
-    float* bias;  // shared: two, then the rotation
+    float* bias;  // shared: two, then the rotation, and the position that it is of
     float2* cs;
+    int* guess;
     int which, first;
     bool inside;
-    int guess = 0, position = 0;
+    int position = 0;
     __device__ const float2* rotation_at(int where) const {
         const int row = min(max(where, 0), a.context - 1);
         return a.rope + static_cast<int64_t>(row) * (a.head_dim / 2) + first % a.head_dim;
@@ -364,13 +365,13 @@ struct PairAddends {
         if (!inside) return;
         copy_async(bias, a.bias[which] + first);
         copy_async(bias + 1, a.bias[which] + first + a.head_dim / 2);
-        guess = read_position(a.position);
-        if (which != 2) copy_async(cs, rotation_at(guess));
+        *guess = read_position(a.position);
+        if (which != 2) copy_async(cs, rotation_at(*guess));
     }
     __device__ void after() {
         if (inside) position = read_position(a.position);
     }
-    __device__ float2 rotation() const { return position == guess ? *cs : *rotation_at(position); }
+    __device__ float2 rotation() const { return position == *guess ? *cs : *rotation_at(position); }
 };
 
 // A block makes `strips` strips of a head and those of their RoPE partners, E/2 rows further on.
@@ -378,6 +379,7 @@ template <class Q, class KV, class In>
 __device__ void project_heads(const QkvArguments& a, int which, int block) {
     __shared__ float bias[2 * kMostPairs];
     __shared__ float2 rotation[kMostPairs];
+    __shared__ int guess[kMostPairs];
     __shared__ float partial[kWarps];
     float* sums = reinterpret_cast<float*>(shared_bytes());
     Input in = a.in;
@@ -387,7 +389,7 @@ __device__ void project_heads(const QkvArguments& a, int which, int block) {
     const int strip0 = head * 2 * half + block * a.strips % half, pairs = a.strips * 8, parts = a.strips * strip.parts;
     const int first = strip0 * 8 + t, second = first + a.head_dim / 2;
     const uint8_t* from = a.w[which] + strip0 * strip.bytes;
-    PairAddends addends{a, bias + 2 * t, rotation + t, which, first, t < pairs};
+    PairAddends addends{a, bias + 2 * t, rotation + t, guess + t, which, first, t < pairs};
     constexpr int kDepth = Q::kWords > 12 ? 1 : 2;  // the pairs at the end take registers, too
     part_sums<Q, In, kDepth>(Runs{from, from + half * strip.bytes, parts, 2 * parts}, in, sums, partial,
                              row_memory<In>(in, 2 * parts), addends);
