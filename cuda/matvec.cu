@@ -222,15 +222,11 @@ __device__ inline float row_sum(const float* sums, const Input& in, int row) {
     const int strip_parts = ceil_div(in.k, Q::kRecK) / in.part_records;
     const float* p = sums + (row >> 3) * strip_parts * 8 + (row & 7);
     float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    int i = 0;
-#pragma unroll 2
-    for (; i + 4 <= strip_parts; i += 4) {
+#pragma unroll 1
+    for (int i = 0; i < strip_parts; i += 4) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) sum[j] = __fadd_rn(sum[j], p[(i + j) * 8]);
+        for (int j = 0; j < 4; ++j) sum[j] = __fadd_rn(sum[j], i + j < strip_parts ? p[(i + j) * 8] : 0.0f);
     }
-#pragma unroll
-    for (int j = 0; j < 3; ++j)
-        if (i + j < strip_parts) sum[j] = __fadd_rn(sum[j], p[(i + j) * 8]);
     return __fadd_rn(__fadd_rn(sum[0], sum[1]), __fadd_rn(sum[2], sum[3]));
 }
 
@@ -351,27 +347,26 @@ struct QkvArguments {
 // the way of a product. Only in the first layer can the wait be for a kernel that moves it: read again.
 struct PairAddends {
     const QkvArguments& a;
-    float* bias;  // shared: two, then the rotation, and the position that it is of
+    float* bias;  // shared: two, then the rotation
     float2* cs;
-    int* guess;
+    int* position;  // before the wait, and after it
     int which, first;
     bool inside;
-    int position = 0;
     __device__ const float2* rotation_at(int where) const {
-        const int row = min(max(where, 0), a.context - 1);
-        return a.rope + static_cast<int64_t>(row) * (a.head_dim / 2) + first % a.head_dim;
+        const unsigned row = min(static_cast<unsigned>(where), static_cast<unsigned>(a.context - 1));
+        return a.rope + static_cast<size_t>(row) * (a.head_dim / 2) + first % a.head_dim;
     }
     __device__ void before() {
         if (!inside) return;
         copy_async(bias, a.bias[which] + first);
         copy_async(bias + 1, a.bias[which] + first + a.head_dim / 2);
-        *guess = read_position(a.position);
-        if (which != 2) copy_async(cs, rotation_at(*guess));
+        position[0] = read_position(a.position);
+        if (which != 2) copy_async(cs, rotation_at(position[0]));
     }
     __device__ void after() {
-        if (inside) position = read_position(a.position);
+        if (inside) copy_async(position + 1, a.position);
     }
-    __device__ float2 rotation() const { return position == *guess ? *cs : *rotation_at(position); }
+    __device__ float2 rotation() const { return position[1] == position[0] ? *cs : *rotation_at(position[1]); }
 };
 
 // A block makes `strips` strips of a head and those of their RoPE partners, E/2 rows further on.
@@ -379,7 +374,7 @@ template <class Q, class KV, class In>
 __device__ void project_heads(const QkvArguments& a, int which, int block) {
     __shared__ float bias[2 * kMostPairs];
     __shared__ float2 rotation[kMostPairs];
-    __shared__ int guess[kMostPairs];
+    __shared__ int positions[2 * kMostPairs];
     __shared__ float partial[kWarps];
     float* sums = reinterpret_cast<float*>(shared_bytes());
     Input in = a.in;
@@ -389,8 +384,8 @@ __device__ void project_heads(const QkvArguments& a, int which, int block) {
     const int strip0 = head * 2 * half + block * a.strips % half, pairs = a.strips * 8, parts = a.strips * strip.parts;
     const int first = strip0 * 8 + t, second = first + a.head_dim / 2;
     const uint8_t* from = a.w[which] + strip0 * strip.bytes;
-    PairAddends addends{a, bias + 2 * t, rotation + t, guess + t, which, first, t < pairs};
-    constexpr int kDepth = Q::kWords > 12 ? 1 : 2;  // the pairs at the end take registers, too
+    PairAddends addends{a, bias + 2 * t, rotation + t, positions + 2 * t, which, first, t < pairs};
+    constexpr int kDepth = Q::kWords > 12 || is_same<Q, Q8_0> || is_same<Q, Q5_1> ? 1 : 2;  // the pairs at the end take registers, too
     part_sums<Q, In, kDepth>(Runs{from, from + half * strip.bytes, parts, 2 * parts}, in, sums, partial,
                              row_memory<In>(in, 2 * parts), addends);
     if (t >= pairs) return;
@@ -398,11 +393,12 @@ __device__ void project_heads(const QkvArguments& a, int which, int block) {
     const float x0 = __fmul_rn(row_sum<Q>(sums, in, t), scale), x1 = __fmul_rn(row_sum<Q>(sums, in, pairs + t), scale);
     const float b0 = bias[2 * t], b1 = bias[2 * t + 1];
     const float2 v = which == 2 ? make_float2(__fadd_rn(x0, b0), __fadd_rn(x1, b1)) : rope_pair(x0, x1, b0, b1, addends.rotation());
+    const int position = positions[2 * t + 1];
     if (which == 0) {
         a.q[first] = v.x, a.q[second] = v.y;
-    } else if (addends.position < a.context) {
+    } else if (position < a.context) {
         KV* cache = static_cast<KV*>(which == 1 ? a.k_cache : a.v_cache) +
-                    static_cast<int64_t>(addends.position) * a.kv_heads * a.head_dim;
+                    static_cast<int64_t>(position) * a.kv_heads * a.head_dim;
         store_kv(cache + first, v.x);
         store_kv(cache + second, v.y);
     }
@@ -414,14 +410,16 @@ __global__ void __launch_bounds__(kThreads, kBlocks) matvec_qkv(QkvArguments a) 
     pdl_trigger();
     const int block = blockIdx.x, each = 16 * a.strips;
     const int q = a.heads * a.head_dim / each, k = a.kv_heads * a.head_dim / each;
+    const int which = block < q ? 0 : block < q + k ? 1 : 2, of = block - (which == 0 ? 0 : which == 1 ? q : q + k);
     if constexpr (is_same<Qq, Qk> && is_same<Qk, Qv>) {  // one body, as the code runs cold once a layer
-        const int which = block < q ? 0 : block < q + k ? 1 : 2;
-        project_heads<Qq, KV, In>(a, which, block - (which == 0 ? 0 : which == 1 ? q : q + k));
-    } else if (block < q) {
-        project_heads<Qq, KV, In>(a, 0, block);
-    } else if (block < q + k) {
-        project_heads<Qk, KV, In>(a, 1, block - q);
+        project_heads<Qq, KV, In>(a, which, of);
+    } else if (which == 2) {
+        project_heads<Qv, KV, In>(a, 2, of);
+    } else if constexpr (is_same<Qq, Qk>) {
+        project_heads<Qq, KV, In>(a, which, of);
+    } else if (which == 0) {
+        project_heads<Qq, KV, In>(a, 0, of);
     } else {
-        project_heads<Qv, KV, In>(a, 2, block - q - k);
+        project_heads<Qk, KV, In>(a, 1, of);
     }
 }
