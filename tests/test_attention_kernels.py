@@ -219,6 +219,14 @@ def test_the_ring_is_what_a_card_has_room_for() -> None:
     assert ring(4, 16, h200, "float") == (4, 1)
 
 
+@pytest.mark.parametrize(("tokens", "kv_heads", "alone"), [(1, 7, 16), (1, 8, 256), (2, 4, 256)])
+def test_clusters_that_wait_for_one_another_are_not_begun_for_few_keys(
+    tokens: int, kv_heads: int, alone: int
+) -> None:
+    how = plan(tokens, 7 * kv_heads, kv_heads, 128, 4096, 132, 16)
+    assert (how.alone_keys, how.min_keys, how.splits) == (alone, 16, 16)
+
+
 def test_a_short_context_leaves_the_partials_alone(device: Device) -> None:
     case = Case.random(1, 7, 1, 64, past=255)
     how = case.plan(splits=3)

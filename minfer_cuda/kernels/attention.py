@@ -23,9 +23,9 @@ _PREFILL_BLOCKS = 2  # an SM, aimed at; a block streams tiles of 64 keys through
 _PREFILL_KEYS = 256  # that a split takes at least
 _DECODE_KEYS = 128  # that a split takes at least: a tile of 16 for each of 8 warps
 _ALONE_KEYS = 256  # up to so many, two rounds of 8 warps cost less than adding up splits
-_CLUSTER_KEYS = 16  # both in a cluster, whose splits cost nothing to add up
+_CLUSTER_KEYS = 16  # both in one of few clusters, whose splits cost nothing to add up
 _RINGS = ((8, 2), (4, 2))  # warps of a decode's block, tiles of each under way: two, or one, an SM
-_LARGE_CLUSTERS = 7  # that an H200 holds at once, of 16 SMs each
+_LARGE_CLUSTERS = 7  # that an H200 holds at once, of 16 SMs each; more wait for one another
 
 
 class _Shape(ctypes.Structure):
@@ -103,7 +103,8 @@ def plan(
     splits = DECODE_SPLITS if decode else max(1, splits)
     splits = splits if context > alone else 1
     if decode and DECODE_SPLITS <= cluster_limit:
-        alone = least = _CLUSTER_KEYS
+        least = _CLUSTER_KEYS
+        alone = _ALONE_KEYS if row_tiles * kv_heads > _LARGE_CLUSTERS else _CLUSTER_KEYS
     return Plan(kv_heads, head_dim, row_tiles, rows, splits, alone, least)
 
 
