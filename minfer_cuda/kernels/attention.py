@@ -24,8 +24,9 @@ _PREFILL_KEYS = 256  # that a split takes at least
 _DECODE_KEYS = 128  # that a split takes at least: a tile of 16 for each of 8 warps
 _ALONE_KEYS = 256  # up to so many, two rounds of 8 warps cost less than adding up splits
 _CLUSTER_KEYS = 16  # both in one of few clusters, whose splits cost nothing to add up
-_RINGS = ((8, 2), (4, 2))  # warps of a decode's block, tiles of each under way: two, or one, an SM
-_LARGE_CLUSTERS = 7  # that an H200 holds at once, of 16 SMs each; more wait for one another
+_LARGE_RING = (8, 2)  # warps of a decode's block, tiles of each under way: one block an SM
+_SMALL_RING = (4, 2)  # two blocks an SM
+_LARGE_CLUSTERS = 7  # of blocks with the large ring, that an H200 holds at once, of 16 SMs each
 
 
 class _Shape(ctypes.Structure):
@@ -104,8 +105,13 @@ def plan(
     splits = splits if context > alone else 1
     if decode and DECODE_SPLITS <= cluster_limit:
         least = _CLUSTER_KEYS
-        alone = _ALONE_KEYS if row_tiles * kv_heads > _LARGE_CLUSTERS else _CLUSTER_KEYS
+        alone = _ALONE_KEYS if _crowded(row_tiles, kv_heads) else _CLUSTER_KEYS
     return Plan(kv_heads, head_dim, row_tiles, rows, splits, alone, least)
+
+
+def _crowded(row_tiles: int, kv_heads: int) -> bool:
+    """Whether clusters of large blocks, one a tile and kv head, would wait for one another."""
+    return row_tiles * kv_heads > _LARGE_CLUSTERS
 
 
 def scratch(
@@ -124,7 +130,9 @@ def instances(types: Sequence[str] = ()) -> list[str]:
         f"attention_decode<{kv}, {e}, {warps}, {depth}>"
         for kv in CACHE_TYPES.values()
         for e in HEAD_DIMS
-        for warps, depth in sorted({_least_ring(e), *(_RINGS if kv == "__half" else ())})
+        for warps, depth in sorted(
+            {_least_ring(e), _SMALL_RING, _LARGE_RING} if kv == "__half" else {_least_ring(e)}
+        )
     ]
     return prefill + decode
 
@@ -137,14 +145,18 @@ def _least_ring(head_dim: int) -> tuple[int, int]:
 def _ring(device: Device, how: Plan, kv: str) -> tuple[int, int]:
     """8 warps where a decode's keys can be on their way before the wait and there is room for
     them; in clusters so many that two blocks have to share an SM, 4."""
+    least = _least_ring(how.head_dim)
     if how.rows == PREFILL_ROWS or kv != "__half":
-        return _least_ring(how.head_dim)
-    large, small = _RINGS
-    clustered = how.splits == DECODE_SPLITS <= device.cluster_limit
-    if clustered and how.row_tiles * how.kv_heads > _LARGE_CLUSTERS:
-        return small
-    fits = how.shared_bytes(*large) <= device.shared_limit
-    return large if fits else _least_ring(how.head_dim)
+        return least
+    if _cluster(device, how) > 1 and _crowded(how.row_tiles, how.kv_heads):
+        return _SMALL_RING
+    return _LARGE_RING if how.shared_bytes(*_LARGE_RING) <= device.shared_limit else least
+
+
+def _cluster(device: Device, how: Plan) -> int:
+    """Blocks of a cluster: all splits of a decode, where each block merges one slice; 1: none."""
+    whole = how.rows == DECODE_ROWS and how.splits == DECODE_SPLITS
+    return how.splits if whole and how.splits <= device.cluster_limit else 1
 
 
 def attention(
@@ -188,15 +200,13 @@ def attention(
     kv = CACHE_TYPES[np.dtype(k_cache.dtype).name]
     warps, depth = _ring(device, how, kv)
     name = f"attention<{kv}, {head_dim}>"
-    decode = how.rows == DECODE_ROWS
-    if decode:
+    if how.rows == DECODE_ROWS:
         name = f"attention_decode<{kv}, {head_dim}, {warps}, {depth}>"
     kernel = device.kernel("attention", name)
     shape = _Shape(tokens, heads, kv_heads, context, how.alone_keys, how.min_keys)
     arguments = (q, k_cache, v_cache, position, out, qs, ds, h, hs, partials, arrivals, shape)
-    whole = decode and how.splits == DECODE_SPLITS  # each block merges one slice
-    cluster = how.splits if whole and how.splits <= device.cluster_limit else 1
-    kernel(how.grid, 32 * warps, *arguments, shared=how.shared_bytes(warps, depth), cluster=cluster)
+    shared = how.shared_bytes(warps, depth)
+    kernel(how.grid, 32 * warps, *arguments, shared=shared, cluster=_cluster(device, how))
 
 
 def _check_plan(how: Plan, tokens: int, heads: int, kv_heads: int, head_dim: int) -> None:
