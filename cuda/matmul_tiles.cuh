@@ -121,8 +121,8 @@ __device__ inline bool add_shares(float (&acc)[T::kMTiles][T::kNTiles][4], const
             float share[T::kSharesAtOnce];
 #pragma unroll
             for (int j = 0; j < T::kSharesAtOnce; ++j) {
-                share[j] = load_coherent(from + (i + j) * T::kThreads);
-                if (j % 16 == 15) __syncwarp();  // no more loads at once than there are registers left
+                share[j] = (i + j) / 4 % T::kNTiles < tiles ? load_coherent(from + (i + j) * T::kThreads) : 0.0f;
+                if (j % 32 == 31) __syncwarp();  // no more loads at once than there are registers left
             }
 #pragma unroll
             for (int j = 0; j < T::kSharesAtOnce; ++j) sums[i + j] = __fadd_rn(sums[i + j], share[j]);

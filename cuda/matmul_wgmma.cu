@@ -27,7 +27,8 @@
 template <int Tokens>
 struct Wide {
     static constexpr int kMTiles = 1, kNTiles = Tokens > 128 ? 32 : 16, kThreads = 256, kWarps = kThreads / kWarp;
-    static constexpr int kRows = 128, kStrips = kRows / 8, kTokens = Tokens, kSums = kNTiles * 4, kSharesAtOnce = 16;
+    static constexpr int kRows = 128, kStrips = kRows / 8, kTokens = Tokens, kSums = kNTiles * 4, kSharesAtOnce = 32;
+    static constexpr int kEightsAtOnce = Tokens > 128 ? 4 : 2;  // of tokens, as there are registers left
     static constexpr int kBy = Tokens > 128 ? 2 : 1;  // that many 8 tokens, of which wgmma takes some
     static constexpr int kStage = Tokens * 256;  // bytes of 128 values of the tokens
 };
@@ -109,9 +110,10 @@ __device__ __forceinline__ void multiply_some(float (&acc)[1][T::kNTiles][4], co
         }
         wgmma_f16<Tiles>(acc[0], a[b % 2], tokens + b / 2 * T::kStage / 2 + b % 2 * 64);
         wgmma_commit();
+        if (b == 1) next(true);
         if (b < 3) wgmma_wait<1>();
     }
-    next();
+    next(false);
     wgmma_wait<0>();
 }
 // The same of a number of tiles, Least, Least + By, ... or Most, that is known here: code without a jump at each wgmma, which
@@ -132,73 +134,89 @@ __device__ __forceinline__ void multiply(float (&acc)[1][T::kNTiles][4], const R
 // eight tokens after each other, 128 rows each. Of a tile that a cluster shares each block has a part of all sums.
 struct Sums {
     float* own;
-    int blocks;
 
     // Of token t of eight: rows g of all warps, which are gates, before rows g + 8, and those change places by token.
     __device__ static unsigned at(unsigned eight, unsigned t, unsigned row) {
         return eight * 1024 + t * 128 + row / 8 % 2 * 64 + ((row / 16 * 8 + row % 8) ^ t / 2 * 8);
     }
-    // N of them at at(i), in the order of K.
+    // N of them at at(i).
     template <int N, class At>
     __device__ void load(float (&v)[N], const At& at) const {
 #pragma unroll
-        for (int i = 0; i < N; ++i) v[i] = 0.0f;
-#pragma unroll 2
-        for (int block = 0; block < blocks; ++block) {
-            const float* from = blocks == 1 ? own : cluster_peer(own, block);
+        for (int i = 0; i < N; ++i) v[i] = own[at(i)];
+    }
+};
+// The same of a cluster, in the order of K; four blocks' are under way at once.
+struct ClusterSums : Sums {
+    template <int N, class At>
+    __device__ void load(float (&v)[N], const At& at) const {
+        const int blocks = gridDim.z;
 #pragma unroll
-            for (int i = 0; i < N; ++i) v[i] = __fadd_rn(v[i], from[at(i)]);
+        for (int i = 0; i < N; ++i) v[i] = 0.0f;
+#pragma unroll 1
+        for (int block = 0; block < blocks; block += 4) {
+            float w[4][N];
+#pragma unroll
+            for (int b = 0; b < 4; ++b) {
+                const float* from = cluster_peer(own, min(block + b, blocks - 1));
+#pragma unroll
+                for (int i = 0; i < N; ++i) w[b][i] = from[at(i)];
+            }
+#pragma unroll
+            for (int b = 0; b < 4; ++b)
+#pragma unroll
+                for (int i = 0; i < N; ++i)
+                    if (block + b < blocks) v[i] = __fadd_rn(v[i], w[b][i]);
         }
     }
 };
-// The `count` tokens from `token0` on, of these the eights begin .. end - 1. All loads of some tokens come before the first
-// store: y may be residual.
-template <class Q>
-__device__ inline void write_tile_rows(const Sums& sums, const F16Arguments& a, int row0, int token0, int count, int begin, int end) {
+// Of the `count` tokens from `token0` on the eights begin .. end - 1, AtOnce at a time, whose loads are all under way
+// together; y may be residual.
+template <class Q, int AtOnce, class From>
+__device__ inline void write_tile_rows(const From& sums, const F16Arguments& a, int row0, int token0, int count, int begin, int end) {
     const int r = threadIdx.x % 128, row = row0 + r;
     if (row >= a.n) return;
     const float unlift = undo_lift<Q>(a.peak), bias = a.bias ? a.bias[row] : 0.0f;
 #pragma unroll 1
-    for (int eight = begin; eight < end; ++eight) {
-        const int first = eight * 8 + threadIdx.x / 128;
-        float v[4], scales[4], residual[4];
+    for (int eight = begin; eight < end; eight += AtOnce) {
+        constexpr int kValues = AtOnce * 4;
+        float v[kValues], scales[kValues], residual[kValues];
+        auto token_of = [&](int i) { return (eight + i / 4) * 8 + static_cast<int>(threadIdx.x / 128) + i % 4 * 2; };
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int token = token0 + first + 2 * i;
-            const bool valid = first + 2 * i < count;
+        for (int i = 0; i < kValues; ++i) {
+            const int token = token0 + token_of(i);
+            const bool valid = eight + i / 4 < end && token_of(i) < count;
             scales[i] = valid ? a.hs[token] : 0.0f;
             residual[i] = valid && a.residual ? a.residual[static_cast<int64_t>(token) * a.stride + row] : 0.0f;
         }
-        sums.load(v, [&](int i) { return Sums::at(eight, threadIdx.x / 128 + 2 * i, r); });
+        sums.load(v, [&](int i) { return Sums::at(min(eight + i / 4, end - 1), threadIdx.x / 128 + i % 4 * 2, r); });
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if (first + 2 * i >= count) break;
+        for (int i = 0; i < kValues; ++i) {
             v[i] = __fmul_rn(v[i], __fmul_rn(unlift, scales[i]));
             if (a.bias) v[i] = __fadd_rn(v[i], bias);
             if (a.residual) v[i] = __fadd_rn(residual[i], v[i]);
-            a.y[static_cast<int64_t>(token0 + first + 2 * i) * a.stride + row] = v[i];
+            if (eight + i / 4 < end && token_of(i) < count) a.y[static_cast<int64_t>(token0 + token_of(i)) * a.stride + row] = v[i];
         }
     }
 }
 // Rows g and g + 8 of each 16 are gate and up of a neuron; a thread makes neurons k and k + 2, neighbours in
-// half_offset's order, of two tokens at once.
-template <class Q>
-__device__ inline void write_tile_neurons(const Sums& sums, const F16Arguments& a, int row0, int token0, int count, int begin, int end) {
+// half_offset's order, of a token of each eight.
+template <class Q, int AtOnce, class From>
+__device__ inline void write_tile_neurons(const From& sums, const F16Arguments& a, int row0, int token0, int count, int begin, int end) {
     const int padded = ceil_div(a.n, 128) * 128, pair = threadIdx.x % 32, k = pair / 2 * 4 + pair % 2;
     const int neuron = row0 / 2 + k, row = k / 8 * 16 + k % 8;
     const float gate_unlift = undo_lift<Q>(a.peak), up_unlift = undo_lift<Q>(a.up_peak);
 #pragma unroll 1
-    for (int eight = begin; eight < end; eight += 2) {
-        const int first = eight * 8 + threadIdx.x / 32, other = min(eight + 1, end - 1);
-        const float scales[2] = {a.hs[token0 + min(first, count - 1)], a.hs[token0 + min(first + 8, count - 1)]};
-        float v[8];  // of each token two gates and two ups
+    for (int eight = begin; eight < end; eight += AtOnce) {
+        float scales[AtOnce], v[AtOnce * 4];  // of each token two gates and two ups
+        auto token_of = [&](int i) { return (eight + i) * 8 + static_cast<int>(threadIdx.x / 32); };
+#pragma unroll
+        for (int i = 0; i < AtOnce; ++i) scales[i] = a.hs[token0 + min(token_of(i), count - 1)];
         sums.load(v, [&](int i) {
-            return Sums::at(i < 4 ? eight : other, threadIdx.x / 32, row) + i % 2 * 2 + i / 2 % 2 * 64;
+            return Sums::at(min(eight + i / 4, end - 1), threadIdx.x / 32, row) + i % 2 * 2 + i / 2 % 2 * 64;
         });
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            if (eight + i >= end || first + 8 * i >= count) break;
-            const int token = token0 + first + 8 * i;
+        for (int i = 0; i < AtOnce; ++i) {
             const float gate_scale = __fmul_rn(gate_unlift, scales[i]), up_scale = __fmul_rn(up_unlift, scales[i]);
             uint32_t bits[2];
 #pragma unroll
@@ -206,6 +224,8 @@ __device__ inline void write_tile_neurons(const Sums& sums, const F16Arguments& 
                 const float x = swiglu_value(__fmul_rn(v[4 * i + j], gate_scale), __fmul_rn(v[4 * i + 2 + j], up_scale));
                 bits[j] = neuron + 2 * j < a.n ? __half_as_ushort(__float2half_rn(__fmul_rn(x, 1.0f / kNeuronScale))) : 0;
             }
+            if (eight + i >= end || token_of(i) >= count) continue;
+            const int token = token0 + token_of(i);
             if (row0 == 0 && pair == 0) a.neuron_scale[token] = kNeuronScale;
             if (neuron >= padded) continue;
             uint8_t* to = a.neurons + (static_cast<int64_t>(token) * padded + (neuron & ~127) + half_offset(neuron & 127)) * 2;
@@ -223,40 +243,46 @@ __device__ inline void store_sums(float* to, const float (&acc)[1][T::kNTiles][4
 #pragma unroll
         for (int i = 0; i < 4; ++i) to[Sums::at(n, lane % 4 * 2 + i % 2, row + i / 2 * 8)] = acc[0][half * kTiles + n][i];
 }
-// Half of the tokens at a time, for which `room`, a stage, suffices. A cluster writes all at once: its blocks have no more
-// tiles, so that all stages are free. Each writes a part of the tokens.
+template <class Q, int AtOnce, class From>
+__device__ inline void write_tokens(const From& sums, const F16Arguments& a, int row0, int token0, int count, int begin, int end) {
+    if (a.gated)
+        write_tile_neurons<Q, AtOnce>(sums, a, row0, token0, count, begin, end);
+    else
+        write_tile_rows<Q, AtOnce>(sums, a, row0, token0, count, begin, end);
+}
+// Half of the tokens at a time, for which `room`, a stage, suffices.
 template <class Q, class T>
-__device__ inline void write_tile(const float (&acc)[1][T::kNTiles][4], float* room, const F16Arguments& a, int tile) {
+__device__ inline void write_tile(const float (&acc)[1][T::kNTiles][4], float* room, const F16Arguments& a, int row0, int token0) {
     constexpr int kHalf = T::kTokens / 2;
     static_assert(kHalf * T::kRows * 4 == T::kStage && kHalf % 8 == 0, "");
-    const int row0 = tile / a.token_tiles * T::kRows, token0 = tile % a.token_tiles * a.tokens_each;
-    const int all = min(a.tokens - token0, a.tokens_each), blocks = gridDim.z;
+    const int all = min(a.tokens - token0, a.tokens_each);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         if (half * kHalf >= all) break;
-        if (half == 0 || blocks == 1) __syncthreads();  // nobody reads what lies there
-        store_sums<T>(room + (blocks > 1 ? half * kHalf * T::kRows : 0), acc, half);
-        if (blocks > 1 && half == 0 && all > kHalf) continue;
-        const int first = blocks > 1 ? 0 : half * kHalf, count = blocks > 1 ? all : min(kHalf, all - first);
-        const unsigned eights = ceil_div(count, 8), begin = eights * blockIdx.z / blocks, end = eights * (blockIdx.z + 1) / blocks;
-        if (blocks > 1) {
-            cluster_arrive();
-            cluster_wait();
-        } else {
-            __syncthreads();
-        }
-        if (a.gated)
-            write_tile_neurons<Q>({room, blocks}, a, row0, token0 + first, count, begin, end);
-        else
-            write_tile_rows<Q>({room, blocks}, a, row0, token0 + first, count, begin, end);
-    }
-    if (blocks > 1) {  // the others read this block's
-        cluster_arrive_relaxed();
-        cluster_wait();
-        return;
+        __syncthreads();  // nobody reads what lies there
+        store_sums<T>(room, acc, half);
+        __syncthreads();
+        const int first = half * kHalf, count = min(kHalf, all - first);
+        write_tokens<Q, T::kEightsAtOnce>(Sums{room}, a, row0, token0 + first, count, 0, ceil_div(count, 8));
     }
     before_bulk_copy();
     __syncthreads();  // the stage may be loaded again
+}
+// Of a tile that a cluster shares each block writes a part of the tokens. It has no more tiles, so that all stages are free.
+template <class Q, class T>
+__device__ inline void write_cluster_tile(const float (&acc)[1][T::kNTiles][4], float* room, const F16Arguments& a, int row0, int token0) {
+    const int all = min(a.tokens - token0, a.tokens_each);
+    const unsigned eights = ceil_div(all, 8), begin = eights * blockIdx.z / gridDim.z, end = eights * (blockIdx.z + 1) / gridDim.z;
+    __syncthreads();  // nobody reads what lies there
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        if (half * T::kTokens / 2 < all) store_sums<T>(room + half * T::kStage / 4, acc, half);
+    }
+    cluster_arrive();
+    cluster_wait();
+    write_tokens<Q, 1>(ClusterSums{{room}}, a, row0, token0, all, begin, end);
+    cluster_arrive_relaxed();  // the others read this block's
+    cluster_wait();
 }
 
 template <class Q, int Tokens, int Stages>
@@ -311,7 +337,17 @@ __global__ void __launch_bounds__(256, Tokens > 128 ? 1 : 2) matmul_wgmma(F16Arg
         }
         convert_scales(ring, records - 1 & 1, lifts, at.chunk);
     };
-    auto next = [&] {
+    auto next = [&](bool middle) {
+        if (middle) {
+            if (thread_again() == 0 && ahead->tile >= 0) {
+                const unsigned then = step + Stages - 1, free = then % Stages;
+                leavings[free].wait(1 - then / Stages % 2);
+                load_tokens<T>(stages + free * T::kStage, arrivals[free], a, map, *ahead);
+                ahead->advance(a);
+            }
+            __syncwarp();
+            return;
+        }
         at.advance(a);
         prepare();
     };
@@ -323,12 +359,6 @@ __global__ void __launch_bounds__(256, Tokens > 128 ? 1 : 2) matmul_wgmma(F16Arg
             const unsigned slot = step % Stages;
             arrivals[slot].wait(step / Stages % 2);
             meet_without_arrivals();
-            if (thread_again() == 0 && ahead->tile >= 0) {
-                const unsigned then = step + Stages - 1, free = then % Stages;
-                leavings[free].wait(1 - then / Stages % 2);
-                load_tokens<T>(stages + free * T::kStage, arrivals[free], a, map, *ahead);
-                ahead->advance(a);
-            }
             multiply<Q, T>(acc, ring, records - 1 & 1, at.chunk, stages + slot * T::kStage, a.tokens_each / 8, next);
             __syncwarp();
             if (thread_again() % kWarp == 0) leavings[slot].arrive();
@@ -336,7 +366,10 @@ __global__ void __launch_bounds__(256, Tokens > 128 ? 1 : 2) matmul_wgmma(F16Arg
         } while (at.tile == tile);
 
         if (is_shared(a, tile) && !add_shares<T>(acc, a, tile - a.whole, order, a.tokens_each / 8)) continue;
-        const unsigned done = gridDim.z > 1 ? 0 : (step - 1) % Stages;  // the stage of the tile's last chunk
-        write_tile<Q, T>(acc, reinterpret_cast<float*>(stages + done * T::kStage), a, tile);
+        const int row0 = tile / a.token_tiles * T::kRows, token0 = tile % a.token_tiles * a.tokens_each;
+        if (gridDim.z > 1)
+            write_cluster_tile<Q, T>(acc, reinterpret_cast<float*>(stages), a, row0, token0);
+        else  // where the tile's last chunk was
+            write_tile<Q, T>(acc, reinterpret_cast<float*>(stages + (step - 1) % Stages * T::kStage), a, row0, token0);
     }
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from pathlib import Path
 
 import numpy as np
@@ -195,6 +196,327 @@ def test_asynchronous_copies_arrive_group_by_group():
             run(COPY.replace(old, new), np.zeros((32, 4), np.uint32), a)
     with pytest.raises(SimtError, match="uninitialised: read of 16 bytes of shared memory"):
         run(COPY.replace("__syncthreads()", ""), np.zeros((32, 4), np.uint32), a)
+
+
+# ---- warps that wait for each other: arrivals and named barriers --------------------------------
+
+RING = """
+__global__ void k(const int* a, int* out) {
+    __shared__ int stage[2][64];
+    __shared__ uint64_t full[2], empty[2];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (threadIdx.x == 50)
+        for (int s = 0; s < 2; ++s) {
+            simt_arrival_begin(full + s, 1);
+            simt_arrival_begin(empty + s, 2);
+        }
+    __syncthreads();
+    int sum = 0;
+    for (int i = 0; i < 37; ++i) {
+        const int s = i % 2, phase = i / 2 % 2;
+        if (warp == PRODUCER) {
+            if (lane) return;
+            simt_arrival_wait(empty + s, phase ^ 1);                  // line 16
+            simt_arrival_expect(full + s, 256);
+            for (int j = 0; j < 64; ++j) stage[s][j] = a[64 * i + j]; // line 18
+            simt_arrival_come(full + s, 256);
+        } else {
+            simt_arrival_wait(full + s, phase);                       // line 21
+            sum += stage[s][lane] - stage[s][lane + 32];              // line 22
+            __syncwarp();
+            if (lane == 0) simt_arrival_arrive(empty + s);            // line 24
+        }
+    }
+    if (warp != PRODUCER) out[blockIdx.x * 96 + threadIdx.x] = sum;
+}
+"""
+EMPTY_WAIT = "simt_arrival_wait(empty + s, phase ^ 1);"
+FULL_WAIT = "simt_arrival_wait(full + s, phase);"
+GIVE_BACK = "if (lane == 0) simt_arrival_arrive(empty + s);"
+
+
+def ring(producer: int, source: str = RING, checks: bool = True) -> np.ndarray:
+    """What the three warps of each of two blocks leave."""
+    device = device_for(source.replace("PRODUCER", str(producer)), checks)
+    out = device.zeros((2, 3, 32), np.int32)
+    items = device.upload(np.arange(37 * 64, dtype=np.int32) ** 2 % 1009)
+    device.kernel("sample", "k")(2, 96, items, out)
+    return device.download(out)
+
+
+@pytest.mark.parametrize("checks", [True, False])
+@pytest.mark.parametrize("producer", [0, 2])
+def test_a_ring_of_a_producer_and_consumers_hands_on_every_stage(producer, checks):
+    items = (np.arange(37 * 64) ** 2 % 1009).reshape(37, 2, 32)
+    expected = np.tile((items[:, 0] - items[:, 1]).sum(0), (2, 3, 1))
+    expected[:, producer] = 0
+    np.testing.assert_array_equal(ring(producer, checks=checks), expected)
+
+
+RING_FAULTS = [  # what becomes of it where the first warp is the producer, and where the last
+    ("a consumer that does not wait", FULL_WAIT, "", ("uninitialised", 22), ("race", 22)),
+    ("a producer that does not wait", EMPTY_WAIT, "", ("race", 18), ("race", 18)),
+    ("a stage read after it was given back", GIVE_BACK, GIVE_BACK + " sum += stage[s][lane];",
+     ("race", 18), ("race", 18)),
+    ("a consumer that nobody waits for", GIVE_BACK,
+     "if (threadIdx.x == 32) for (int n = 0; n < 2; ++n) simt_arrival_arrive(empty + s);",
+     ("race", 18), ("race", 18)),
+    ("a consumer that nobody waits for any more", GIVE_BACK,
+     "for (int n = i < 9 ? lane == 0 : 2 * (threadIdx.x == 32); n; --n) "
+     "simt_arrival_arrive(empty + s);", ("race", 18), ("race", 18)),
+    ("a stage told full too early", "for (int j", "simt_arrival_come(full + s, 256); for (int j",
+     ("uninitialised", 22), ("uninitialised", 22)),
+    ("bytes too many", "come(full + s, 256)", "come(full + s, 260)",
+     ("barrier", 19), ("barrier", 19)),
+    ("a phase that is none", "s, phase);", "s, phase + 2);", ("barrier", 21), ("barrier", 21)),
+    ("a stage that was never begun", "s < 2;", "s < 1;",
+     ("uninitialised", 21), ("uninitialised", 21)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name, old, new, first, last", RING_FAULTS, ids=[f[0] for f in RING_FAULTS]
+)
+def test_a_fault_of_a_ring_is_named_with_its_place(name, old, new, first, last):
+    assert old in RING
+    for producer, (kind, line) in ((0, first), (2, last)):
+        with pytest.raises(SimtError) as caught:
+            ring(producer, RING.replace(old, new, 1))
+        assert (caught.value.kind, caught.value.places[0]) == (kind, f"sample.cu:{line}")
+
+
+def test_bytes_that_do_not_come_are_told_with_the_lines_that_wait_for_them():
+    short = RING.replace("come(full + s, 256)", "come(full + s, 252)")
+    # The producer can fill both stages; then it waits too.
+    full = "an mbarrier at sample.cu:21 misses 0 of 1 arrivals and 4 bytes in phase 0"
+    empty = "an mbarrier at sample.cu:16 misses 2 of 2 arrivals and 0 bytes in phase 0"
+    for producer, words in ((0, f"{empty}, {full}"), (2, f"{full}, {empty}")):
+        for checks in (True, False):
+            with pytest.raises(SimtError, match="barrier: " + words):
+                ring(producer, short, checks)
+
+
+def test_who_has_waited_for_all_readers_may_write_and_update_repeatedly():
+    source = """
+__global__ void k(int* out) {
+    __shared__ int x, y;
+    __shared__ uint64_t bar;
+    if (threadIdx.x == 0) x = 3, y = 4, simt_arrival_begin(&bar, 64);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        simt_arrival_wait(&bar, 0);
+        for (int n = 0; n < 3; ++n) x = n, atomicAdd(&y, 1);
+        out[0] = x + y;
+    } else if (threadIdx.x >= 32) {
+        out[threadIdx.x] = x + y;
+        simt_arrival_arrive(&bar);
+    }
+}"""
+    got = run(source, np.zeros(96, np.int32), block=96)
+    assert got[0] == 2 + 7 and (got[32:] == 7).all()
+    for left in ("x = n", "atomicAdd(&y, 1)"):
+        hasty = source.replace("simt_arrival_wait(&bar, 0);", "")
+        hasty = hasty.replace("x = n, atomicAdd(&y, 1)", left)
+        with pytest.raises(SimtError, match="race"):
+            run(hasty, np.zeros(96, np.int32), block=96)
+
+
+def test_a_race_of_warps_whose_numbers_fall_into_one_set_is_found():
+    source = """
+__global__ void k(int* out) {
+    __shared__ int x;
+    if (threadIdx.x == 32) x = 1;
+    __syncthreads();
+    if (threadIdx.x % 480 == 0) out[threadIdx.x] = x;
+    if (threadIdx.x == 0) x = 2;
+}"""
+    with pytest.raises(SimtError, match="race: write of .* that another thread reads"):
+        run(source, np.zeros(512, np.int32), block=512)
+
+
+def faulty(body: str, checks: bool) -> SimtError:
+    """What becomes of 64 threads that do `body`."""
+    device = device_for(
+        """
+__global__ void k(uint64_t* out) {
+    __shared__ uint64_t bar[2];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (threadIdx.x == 0) simt_arrival_begin(bar, 2);
+    __syncthreads();
+    BODY
+}""".replace("BODY", body),
+        checks,
+    )
+    with pytest.raises(SimtError) as caught:
+        device.kernel("sample", "k")(1, 64, device.zeros(4, np.uint64))
+    return caught.value
+
+
+MISUSES = [
+    ("arrival_expect(bar, 8); simt_arrival_arrive(bar);",
+     "barrier: more arrivals in a phase of an mbarrier than its count, 2"),
+    ("arrival_arrive(bar + 1)", "uninitialised: an mbarrier that was never begun"),
+    ("arrival_wait(bar + 1, 1)", "uninitialised: an mbarrier that was never begun"),
+    ("arrival_come(out, 8)", "out of bounds: an mbarrier outside of shared memory"),
+    ("arrival_begin(out, 1)", "out of bounds: an mbarrier outside of shared memory"),
+    ("arrival_begin(bar + 2, 1)", "out of bounds: an mbarrier outside of shared memory"),
+    ("arrival_begin((uint64_t*)((char*)bar + 4), 1)", "misaligned: an mbarrier at"),
+    ("arrival_begin(bar, 0)", "barrier: an mbarrier of 0 arrivals"),
+    ("arrival_begin(bar, 65536)", "barrier: an mbarrier of 65536 arrivals"),
+    ("arrival_expect(bar, 1 << 20)", "barrier: an mbarrier that misses 1048576 bytes"),
+    ("named_barrier(0, 64)", "barrier: named barrier 0: the ids are 1 to 15"),
+    ("named_barrier(16, 64)", "barrier: named barrier 16: the ids are 1 to 15"),
+    ("named_barrier(1, 48)", "barrier: named barrier 1 of 48 threads: not whole warps of a block"),
+    ("named_barrier(1, 0)", "barrier: named barrier 1 of 0 threads: not whole warps of a block"),
+    ("named_barrier(1, 96)", "barrier: named barrier 1 of 96 threads: not whole warps of a block"),
+    ("named_barrier(1, lane ? 64 : 32)",
+     "barrier: named barrier 1 of (32|64) threads, but others wait at it for (32|64)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("checks", [True, False])
+@pytest.mark.parametrize("call, words", MISUSES, ids=[m[0] for m in MISUSES])
+def test_a_misused_barrier_of_a_part_of_the_block_is_named(call, words, checks):
+    caught = faulty(f"simt_{call};", checks)
+    assert re.search(words, str(caught)) and (not checks or caught.places[0] == "sample.cu:6")
+
+
+STUCK = [
+    ("if (warp) simt_named_barrier(3, 64);",
+     "named barrier 3 at sample.cu:6 misses 32 of 64 threads"),
+    ("if (warp) simt_arrival_wait(bar, 0); else if (!lane) simt_arrival_arrive(bar);",
+     "an mbarrier at sample.cu:6 misses 1 of 2 arrivals and 0 bytes in phase 0"),
+    ("if (warp) simt_arrival_wait(bar, 0); else __syncthreads();", "an mbarrier at sample.cu:6"),
+    ("if (lane == 5) simt_arrival_wait(bar, 0); __syncwarp();", "an mbarrier at sample.cu:6"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("checks", [True, False])
+@pytest.mark.parametrize("body, words", STUCK, ids=[s[0] for s in STUCK])
+def test_who_waits_for_what_never_comes_is_named(body, words, checks):
+    caught = faulty(body, checks)
+    assert f"barrier: {words}" in str(caught)
+
+
+PAIRS = """
+__global__ void k(int* out) {
+    __shared__ int x[160];
+    const int i = threadIdx.x, pair = i / 64;
+    x[i] = i;
+    if (i >= 128) {
+        out[i] = i;
+        return;
+    }
+    for (int n = 0; n < 9; ++n) {
+        FIRST
+        const int v = x[i ^ 33];
+        LAST
+        x[i] = v + 1;
+    }
+    out[i] = x[i];
+}
+"""
+MEET = "simt_named_barrier(1 + pair, 64);"
+
+
+def test_pairs_of_warps_meet_at_named_barriers_of_their_own():
+    i = np.arange(160)
+    expected = np.where(i < 128, (i ^ 33) + 9, i)
+    anywhere = f"if (i & 32) {MEET} else\n {MEET}"
+    for first, last in ((anywhere, MEET), ("", MEET), (anywhere, "")):
+        source = PAIRS.replace("FIRST", first).replace("LAST", last)
+        if first and last:
+            got = run(source, np.zeros(160, np.int32), block=160)
+            np.testing.assert_array_equal(got, expected)
+            continue
+        with pytest.raises(SimtError, match="race|uninitialised"):
+            run(source, np.zeros(160, np.int32), block=160)
+
+
+HANDED_ON = """
+__global__ void k(int* out) {
+    __shared__ int x;
+    __shared__ uint64_t bar[2];
+    const int i = threadIdx.x;
+    if (i < 2) simt_arrival_begin(bar + i, 1);
+    __syncthreads();
+    if (i == 0) x = 5;
+    if (i == 0) simt_arrival_arrive(bar);
+    if (i == 32) simt_arrival_wait(bar, 0);
+    HAND
+    if (i == 64) *out = x;                             // line 11
+}
+"""
+HANDS = ["if (i == 32) simt_arrival_arrive(bar + 1); if (i == 64) simt_arrival_wait(bar + 1, 0);",
+         "__syncwarp(); if (i >= 32) simt_named_barrier(1, 64);"]  # fmt: skip
+
+
+@pytest.mark.parametrize("hand", HANDS, ids=["arrival", "named barrier"])
+def test_what_a_warp_has_waited_for_it_hands_on(hand):
+    source = HANDED_ON.replace("HAND", hand)
+    assert run(source, np.zeros(1, np.int32), block=96)[0] == 5
+    with pytest.raises(SimtError, match="race: read of shared memory") as caught:
+        run(source.replace("simt_arrival_wait(bar, 0)", ""), np.zeros(1, np.int32), block=96)
+    assert caught.value.places[0] == "sample.cu:11"
+
+
+LANES = """
+__global__ void k(int* out) {
+    __shared__ int x[3];
+    __shared__ uint64_t bar;
+    const int lane = threadIdx.x % 32;
+    if (threadIdx.x == 0) simt_arrival_begin(&bar, 1);
+    __syncthreads();
+    for (int n = 0; n < 20; ++n) {
+        if (threadIdx.x == 32 + n) simt_arrival_arrive(&bar);
+        if (threadIdx.x >= 32) continue;
+        if (lane == 0) {
+            x[0] = n;
+            simt_arrival_arrive(&bar);
+            x[1] = n;
+        }
+        __syncwarp(lane < 16 ? 0xffffu : 0xffff0000u);
+        if (lane == 15) {
+            const int sum = x[0] + x[1];
+            simt_arrival_arrive(&bar);
+            x[2] = sum;
+        }
+        __syncwarp();
+        if (lane == 31) out[n] = x[2] + x[1];
+        __syncwarp(); // behind
+    }
+}
+"""
+
+
+def test_phases_that_end_between_the_lanes_of_a_warp_leave_their_order_alone():
+    got = run(LANES, np.zeros(20, np.int32), block=64)
+    np.testing.assert_array_equal(got, 3 * np.arange(20))
+    for old in ("__syncwarp(lane < 16 ? 0xffffu : 0xffff0000u);", "__syncwarp();"):
+        with pytest.raises(SimtError, match="race|uninitialised"):
+            run(LANES.replace(old, "", 1), np.zeros(20, np.int32), block=64)
+
+
+@pytest.mark.parametrize("mask", ["0xffffffffu", "lane < 16 ? 0xffffu : 0xffff0000u"])
+def test_what_lanes_knew_before_a_phase_ended_tells_nothing_of_later_accesses(mask):
+    source = """
+__global__ void k(int* out) {
+    __shared__ int x[32];
+    __shared__ uint64_t bar;
+    const int lane = threadIdx.x;
+    x[lane] = 1;
+    if (lane == 0) simt_arrival_begin(&bar, 32);
+    for (int n = 0; n < 5; ++n) __syncwarp(MASK);
+    simt_arrival_arrive(&bar);
+    simt_arrival_wait(&bar, 0);
+    x[lane] = 2;
+    AGAIN
+    out[lane] = x[lane ^ 1];
+}""".replace("MASK", mask)
+    got = run(source.replace("AGAIN", f"__syncwarp({mask});"), np.zeros(32, np.int32))
+    assert (got == 2).all()
+    with pytest.raises(SimtError, match="race"):
+        run(source.replace("AGAIN", ""), np.zeros(32, np.int32))
 
 
 @pytest.mark.parametrize(

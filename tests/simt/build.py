@@ -16,7 +16,7 @@ from minfer_cuda.errors import KernelError
 FOLDER = Path(__file__).resolve().parent
 CACHE = FOLDER.parents[1] / "build" / "simt"
 _HEADERS = ("simt.h", "simt_vectors.h", "simt_half.h", "simt_arithmetic.h", "entry.h")
-_RUNTIME = ("fibres.cpp", "collectives.cpp", "memory.cpp", "hooks.cpp")
+_RUNTIME = ("fibres.cpp", "collectives.cpp", "arrivals.cpp", "memory.cpp", "hooks.cpp")
 
 # Frame pointers name a fault's place; unique symbols would bind a library to another's variables.
 _COMMON = ("-std=c++17", "-fPIC", "-gdwarf-4", "-w", "-fno-omit-frame-pointer", "-fno-gnu-unique")

@@ -1,5 +1,6 @@
-// Threads as fibres: each runs until it waits at a barrier or in a warp collective (collectives.cpp),
-// which completes when all that it names have come. Who can never come is an error.
+// Threads as fibres: each runs until it waits at a barrier (arrivals.cpp has those of a part of the
+// block) or in a warp collective (collectives.cpp), which completes when all that it names have come.
+// Who can never come is an error.
 #include "runtime.h"
 
 #include <link.h>
@@ -123,6 +124,11 @@ void wait(State state, const char* what, const char* file, int line, void* frame
     simt_switch(&self.context, g.scheduler);
 }
 
+void yield() {
+    g.current->state = kYielding;
+    simt_switch(&g.current->context, g.scheduler);
+}
+
 const char* base_name(const char* path) {
     const char* slash = strrchr(path, '/');
     return slash ? slash + 1 : path;
@@ -205,28 +211,56 @@ static bool resume(Fibre& fibre) {
     return g.fault->kind == kNone;
 }
 
-// Nobody can go on: named from the view of the first who waits.
-static void report_deadlock() {
-    Fibre* waiting = nullptr;
+static bool at_arrival(const Fibre& f) { return f.state == kAtArrival || f.state == kAtNamedBarrier; }
+
+// A lane that the collective waits for and that waits elsewhere, or null.
+static const Fibre* missing_lane(const Fibre& waiting) {
+    const Fibre* elsewhere = nullptr;
+    const int first = waiting.thread & ~(kWarpSize - 1);
+    for (int i = first; i < first + kWarpSize && i < g.threads; ++i) {
+        const Fibre& f = g.fibres[i];
+        const bool same = f.state == waiting.state && f.mask == waiting.mask;
+        if (waiting.mask >> (i - first) & 1 && !same) elsewhere = &f;
+    }
+    return elsewhere;
+}
+
+// What is missing there, and in the first other place.
+static void describe_arrivals(const Fibre& waiting, SimtFault& fault) {
+    constexpr int size = sizeof fault.text, half = size / 2;
+    const int end = describe_wait(waiting, fault.text, half);
     for (int i = 0; i < g.threads; ++i) {
-        Fibre& f = g.fibres[i];
-        if (f.state == kAtCollective && (!waiting || waiting->state != kAtCollective)) waiting = &f;
-        if (f.state == kAtBarrier && !waiting) waiting = &f;
+        const Fibre& f = g.fibres[i];
+        if (!at_arrival(f) || f.payload == waiting.payload || end >= half - 2) continue;
+        memcpy(fault.text + end, ", ", 2);
+        describe_wait(f, fault.text + end + 2, size - end - 2);
+        return;
+    }
+}
+
+// Nobody can go on: named from the view of the first who waits. A collective whose lane waits for an
+// arrival is not the cause.
+static void report_deadlock() {
+    const Fibre* waiting = nullptr;
+    int best = 0;
+    for (int i = 0; i < g.threads; ++i) {
+        const Fibre& f = g.fibres[i];
+        int rank = f.state == kAtBarrier ? 1 : at_arrival(f) ? 2 : 0;
+        if (f.state == kAtCollective) {
+            const Fibre* lane = missing_lane(f);
+            rank = lane && at_arrival(*lane) ? 0 : 3;
+        }
+        if (rank > best) waiting = &f, best = rank;
     }
     SimtFault& fault = *g.fault;
     fault.kind = waiting->state == kAtCollective ? kDivergence : kBarrier;
     memcpy(fault.block, g.block, sizeof fault.block);
     memcpy(fault.thread, waiting->index, sizeof fault.thread);
     walk_frames(waiting->frame, fault.frames);
-    const Fibre* elsewhere = nullptr;
-    const int first = waiting->thread & ~(kWarpSize - 1);
-    for (int i = first; i < first + kWarpSize && i < g.threads; ++i) {
-        const Fibre& f = g.fibres[i];
-        if (waiting->mask >> (i - first) & 1 && (f.state != waiting->state || f.mask != waiting->mask)) elsewhere = &f;
-    }
-    if (elsewhere)
+    if (at_arrival(*waiting)) return describe_arrivals(*waiting, fault);
+    if (const Fibre* elsewhere = missing_lane(*waiting))
         snprintf(fault.text, sizeof fault.text, "%s (mask %08x) waits for lane %d, which waits in %s at %s:%d",
-                 waiting->what, waiting->mask, elsewhere->thread - first, elsewhere->what,
+                 waiting->what, waiting->mask, elsewhere->thread % kWarpSize, elsewhere->what,
                  base_name(elsewhere->file), elsewhere->line);
     else
         snprintf(fault.text, sizeof fault.text, "%s waits for threads that never come", waiting->what);
@@ -235,6 +269,7 @@ static void report_deadlock() {
 static bool run_block() {
     g.done = g.at_barrier = g.barrier_votes = 0;
     forget_meetings();
+    forget_named_barriers();
     for (int i = 0; i < g.threads; ++i) {
         Fibre& f = g.fibres[i];
         const unsigned *size = g.launch.block, t = static_cast<unsigned>(i);
@@ -256,6 +291,8 @@ static bool run_block() {
                     if (!resume(g.fibres[i])) return false;
                 }
             }
+            for (int i = first; i < first + kWarpSize && i < g.threads; ++i)
+                if (g.fibres[i].state == kYielding) g.fibres[i].state = kReady;
         }
         if (!progress) {
             report_deadlock();

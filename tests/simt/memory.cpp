@@ -1,20 +1,23 @@
 // Every access of a kernel, checked against shadow words: two of 64 bits for each byte of shared and
 // global memory, who wrote it last and who read it.
 //   thread 10 | epoch 18 | time 15 | place 18 | flags 3
-// epoch: barrier intervals since the launch began (0: before it); time: __syncwarps of the warp in that
-// interval; place: the program counter from the library's start.
-// Two accesses by different threads, one of them a write, race unless a barrier lies between (another
-// epoch) or a __syncwarp of both lanes (WarpClock). Between blocks nothing orders them except a
+// epoch: barriers and phases of them complete since the launch began (0: before it); time: __syncwarps of
+// the warp in that epoch; place: the program counter from the library's start.
+// Two accesses by different threads, one of them a write, race unless a __syncthreads lies between, or
+// a __syncwarp of both lanes (WarpClock), or arrivals and named barriers that hand the first on to the
+// warp of the second (Knowledge). Between blocks nothing orders them except a
 // __threadfence and an atomic of the writer followed by an atomic of the reader.
 #include "runtime.h"
 
 #include <stdio.h>
 #include <string.h>
 
+#include <unordered_map>
 #include <vector>
 
 namespace {
 constexpr uint64_t kEpochs = 1 << 18, kTimes = 1 << 15, kPlaces = 1 << 18;
+constexpr int kSets = 15;  // as many as a time has bits
 // Of a write word, never 0 once written; kCopying: a cp.async is under way.
 enum : uint64_t { kAtomic = 1, kCopying = 2, kInitial = 4 };
 // Of a read word: read by several lanes, by several warps, by another block of the launch.
@@ -48,6 +51,23 @@ struct Copies {
 };
 std::vector<Copies> copies;  // of each thread of the block
 
+// The accesses that a warp may build on: of each warp those of epochs before this. Coarser than the
+// hardware, so that a race may be missed, none invented: a warp's lanes know the same, an arrival hands on
+// all of its epoch (what follows it too), and within a warp a new epoch orders all.
+constexpr int kMaxWarps = kMaxThreads / kWarpSize;
+struct Knowledge {
+    uint64_t before[kMaxWarps];
+    void join(const Knowledge& other) {
+        for (int w = 0; w < kMaxWarps; ++w)
+            if (other.before[w] > before[w]) before[w] = other.before[w];
+    }
+};
+Knowledge known[kMaxWarps];
+struct Handover {
+    Knowledge arrived, complete;  // brought by arrivals so far, and by those of the phases that are over
+};
+std::unordered_map<const void*, Handover> handovers;
+
 std::vector<Region> regions;
 size_t recent;  // region of the last access
 std::vector<Block> blocks;
@@ -73,22 +93,32 @@ uint64_t word(const Fibre& self, uint64_t pc) {
 }
 
 bool ordered(uint64_t w, const Fibre& self) {
-    if (epoch_of(w) < g.epoch) return true;
-    const int thread = static_cast<int>(thread_of(w));
-    if (thread == self.thread) return true;
-    if (thread / kWarpSize != self.thread / kWarpSize) return false;
-    const WarpClock& clock = g.clocks[thread / kWarpSize];
+    const uint64_t epoch = epoch_of(w);
+    if (epoch < g.barrier_epoch) return true;
+    const int thread = static_cast<int>(thread_of(w)), warp = thread / kWarpSize;
+    if (warp != self.thread / kWarpSize) return epoch < known[self.thread / kWarpSize].before[warp];
+    if (thread == self.thread || epoch < g.epoch) return true;
+    const WarpClock& clock = g.clocks[warp];
     return time_of(w) < clock.known_to_all ||
            (clock.partial && time_of(w) < clock.known[self.thread % kWarpSize][thread % kWarpSize]);
 }
-// The same for a word that stands for several readers.
-bool readers_ordered(uint64_t w, const Fibre& self) {
-    if (epoch_of(w) < g.epoch) return true;
-    if (w & kWarps) return false;
-    if (w & kLanes)
-        return static_cast<int>(thread_of(w)) / kWarpSize == self.thread / kWarpSize &&
-               time_of(w) < g.clocks[self.thread / kWarpSize].known_to_all;
-    return ordered(w, self);
+// The same for all readers since the last plain write `w`. A word of several warps has in place of the
+// time a set of them, modulo kSets, and tells only of the last when it read.
+bool readers_ordered(uint64_t r, uint64_t w, const Fibre& self) {
+    const int mine = self.thread / kWarpSize, last = static_cast<int>(thread_of(r)) / kWarpSize;
+    if (r & kLanes && epoch_of(r) == g.epoch) return last == mine && time_of(r) < g.clocks[mine].known_to_all;
+    if (!(r & kWarps)) return ordered(r, self);
+    if (epoch_of(r) < g.barrier_epoch) return true;
+    const uint64_t since = w & kAtomic || epoch_of(w) < g.barrier_epoch ? g.barrier_epoch : epoch_of(w);
+    if (since == g.epoch) return false;
+    const uint64_t* before = known[mine].before;
+    if (last != mine && before[last] <= epoch_of(r)) return false;
+    for (int set = 0; set < kSets; ++set) {
+        bool seen = !(time_of(r) >> set & 1);
+        for (int warp = set; warp * kWarpSize < g.threads; warp += kSets) seen |= warp == mine || before[warp] > since;
+        if (!seen) return false;
+    }
+    return true;
 }
 bool released(uint64_t epoch) {
     if (!acquired) return false;
@@ -132,13 +162,13 @@ void check_against_write(const Visit& v, uint64_t w) {
         race(v, w, "another block of the launch writes");
     }
 }
-void check_against_reads(const Visit& v, uint64_t r) {
+void check_against_reads(const Visit& v, uint64_t r, uint64_t w) {
     if (v.shared && epoch_of(r) < g.block_epoch) return;
     if (!v.shared && ((epoch_of(r) != 0 && epoch_of(r) < g.block_epoch) || r & kOtherBlocks)) {
         if (!acquired) race(v, r, "another block of the launch reads");
         return;
     }
-    if (!readers_ordered(r, *v.self)) race(v, r, "another thread reads with no barrier between");
+    if (!readers_ordered(r, w, *v.self)) race(v, r, "another thread reads with no barrier between");
 }
 
 bool initialised(const Visit& v, uint64_t w) { return v.shared ? epoch_of(w) >= g.block_epoch : w != 0; }
@@ -151,14 +181,16 @@ bool initialised(const Visit& v, uint64_t w) { return v.shared ? epoch_of(w) >= 
 }
 
 // What the read word becomes when this access joins it.
-uint64_t joined(const Visit& v, uint64_t r) {
+uint64_t joined(const Visit& v, uint64_t r, uint64_t w) {
     const uint64_t epoch = epoch_of(r);
     uint64_t flags = r & kOtherBlocks;
     if (!v.shared && epoch != 0 && epoch < g.block_epoch) flags = kOtherBlocks;
     if (v.shared && epoch < g.block_epoch) flags = 0;
-    if (epoch < g.block_epoch || readers_ordered(r & ~kOtherBlocks, *v.self)) return v.me | flags;
-    const bool same_warp = thread_of(r) / kWarpSize == thread_of(v.me) / kWarpSize && !(r & kWarps);
-    return v.me | flags | (same_warp ? kLanes : kWarps);
+    if (epoch < g.block_epoch || readers_ordered(r & ~kOtherBlocks, w, *v.self)) return v.me | flags;
+    const uint64_t warp = thread_of(r) / kWarpSize, mine = thread_of(v.me) / kWarpSize;
+    if (warp == mine && !(r & kWarps)) return v.me | flags | kLanes;
+    const uint64_t warps = (r & kWarps ? time_of(r) : 1ull << warp % kSets) | 1ull << mine % kSets;
+    return (v.me & ~((kTimes - 1) << 21)) | warps << 21 | flags | kWarps;
 }
 
 void visit(const Visit& v, Region& region) {
@@ -174,13 +206,14 @@ void visit(const Visit& v, Region& region) {
         if (i == 0 || w != last_w || r != last_r) {  // bytes of a word mostly share their history
             if (v.access != kWrite && !initialised(v, w)) uninitialised(v);
             if (v.access != kVolatile) check_against_write(v, w);
-            if (writing && r) check_against_reads(v, r);
-            if (v.access == kRead) next_r = r ? joined(v, r) : v.me;
+            if (writing && r) check_against_reads(v, r, w);
+            if (v.access == kRead) next_r = r ? joined(v, r, w) : v.me;
             last_w = w;
             last_r = r;
         }
         if (writing) writes[i] = v.me | kInitial | flag;
         if (v.access == kRead) reads[i] = next_r;
+        if (v.access == kWrite) reads[i] = 0;  // who comes after this comes after them
     }
 }
 
@@ -259,6 +292,7 @@ void memory_begin_launch() {
     const uint64_t dynamic = reinterpret_cast<uint64_t>(g.dynamic_shared);
     const uint64_t fixed_bytes = launch.module.shared_end - launch.module.shared_begin;
     g.epoch = 0;
+    memset(known, 0, sizeof known);
     regions.clear();
     blocks.clear();
     if (!launch.checked) return;
@@ -289,17 +323,38 @@ void memory_end_launch() {
 
 void memory_begin_block() {
     next_epoch();
-    g.block_epoch = g.epoch;
+    g.block_epoch = g.barrier_epoch = g.epoch;
     blocks.push_back({g.epoch, 0});
     fence_epoch = 0;
     acquired = false;
+    handovers.clear();
     copies.assign(static_cast<size_t>(g.threads), Copies());
     // Stale values of the block before would hide a missing initialisation from unchecked runs.
     memset(g.dynamic_shared, 0xff, g.launch.shared_bytes);
     memset(reinterpret_cast<void*>(g.launch.module.shared_begin), 0xff,
            g.launch.module.shared_end - g.launch.module.shared_begin);
 }
-void memory_after_barrier() { next_epoch(); }
+void memory_after_barrier() {
+    next_epoch();
+    g.barrier_epoch = g.epoch;
+}
+
+void memory_release(const void* object) {
+    if (!g.launch.checked) return;
+    const int warp = g.current->thread / kWarpSize;
+    Knowledge& arrived = handovers[object].arrived;
+    arrived.join(known[warp]);
+    arrived.before[warp] = g.epoch + 1;
+}
+void memory_after_phase(const void* object) {
+    next_epoch();
+    if (!g.launch.checked) return;
+    Handover& handover = handovers[object];
+    handover.complete = handover.arrived;
+}
+void memory_acquire(const Fibre& fibre, const void* object) {
+    if (g.launch.checked) known[fibre.thread / kWarpSize].join(handovers[object].complete);
+}
 
 void memory_after_warp_barrier(int warp, unsigned mask) {
     WarpClock& clock = g.clocks[warp];

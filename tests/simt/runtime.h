@@ -41,7 +41,8 @@ struct SimtFault {
 };
 }
 
-enum State { kReady, kAtBarrier, kAtCollective, kDone };
+// kYielding: ready again when the other warps have had their turn.
+enum State { kReady, kYielding, kAtBarrier, kAtCollective, kAtArrival, kAtNamedBarrier, kDone };
 
 struct Fibre;
 using Complete = void (*)(Fibre* warp, unsigned mask);
@@ -78,7 +79,9 @@ struct Machine {
     int barrier_votes, barrier_result;
     unsigned block[3];
     char* dynamic_shared;
-    uint64_t epoch, block_epoch;  // barrier intervals since the launch began, and where the block began
+    // Since the launch began: how often a barrier, or a phase of one, was complete; where the block
+    // began; and the last __syncthreads.
+    uint64_t epoch, block_epoch, barrier_epoch;
     void* scheduler;
 };
 extern Machine g;
@@ -94,9 +97,14 @@ void walk_frames(void* frame, uint64_t* out);
 void wait(State state, const char* what, const char* file, int line, void* frame);
 bool same_place(const Fibre& fibre, const char* file, int line);
 const char* base_name(const char* path);
+void yield();
 
 // collectives.cpp
 void forget_meetings();
+
+// arrivals.cpp
+void forget_named_barriers();
+int describe_wait(const Fibre& fibre, char* text, int size);  // as snprintf: what is missing, and where
 
 // memory.cpp
 enum Access { kRead, kWrite, kAtomicUpdate, kVolatile };
@@ -105,4 +113,8 @@ void memory_begin_launch();
 void memory_begin_block();
 void memory_end_launch();
 void memory_after_barrier();
+// Of an arrival or named barrier, `object`: the running fibre comes; all have come; who waited goes on.
+void memory_release(const void* object);
+void memory_after_phase(const void* object);
+void memory_acquire(const Fibre& fibre, const void* object);
 void memory_after_warp_barrier(int warp, unsigned mask);

@@ -41,6 +41,15 @@ __attribute__((const)) int simt_lane();
 char* simt_dynamic_shared();
 int simt_barrier(int value, const char* file, int line);  // the number of threads with value != 0
 void simt_warp_barrier(unsigned mask, const char* file, int line);
+// bar.sync: until `threads` threads of the block have come to barrier `id` of 1 to 15.
+void simt_named_barrier(int id, int threads, SIMT_SITE);
+// An mbarrier, 8 bytes of shared memory: a phase is over when `count` arrivals and all the bytes that
+// were expected have come. Copies are synchronous: their bytes come when the kernel says so.
+void simt_arrival_begin(uint64_t* state, int count);
+void simt_arrival_arrive(uint64_t* state);
+void simt_arrival_expect(uint64_t* state, int bytes);  // and one arrival
+void simt_arrival_come(uint64_t* state, int bytes);
+void simt_arrival_wait(uint64_t* state, int phase, SIMT_SITE);  // phase 1 of a fresh one is over
 uint64_t simt_shuffle(unsigned mask, uint64_t value, int source, const char* file, int line);
 unsigned simt_ballot(unsigned mask, bool value, const char* file, int line);
 unsigned simt_match(unsigned mask, uint64_t value, const char* file, int line);
