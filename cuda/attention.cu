@@ -36,12 +36,13 @@
 // Time    a launch of a decode step at depth 300, 4,096, 16,384 (H200, 2026-11-30): 0.5B 3.4, 4.5, 7.7 us,
 //         7B 4.1, 6.8, 14.0 us; with splits merged through global memory 5.2, 6.3, 9.5 and 5.7, 8.4, 14.8.
 //         Prefill: benchmarks/NOTES.md.
-// Registers  sm_90: attention E 64 168, E 128 219, f32 cache 168, 254; attention_decode 8 warps 96, 117,
-//         4 warps 96, 132, f32 cache 144, 222. No spills from sm_75 to sm_120. 8 warps of 128 registers
-//         and 69 or 137 KB leave room on an SM of sm_90 for a block of the product before or after.
-// Shared  attention 32, 64 KB; attention_decode 8 warps 69, 137 KB where a card has that much, and 4 warps with
-//         72 KB, two blocks an SM, for more kv heads than clusters of 16 SMs fit (14B, 32B: an H200 holds seven,
-//         and the eighth waited for one to end); else 4 warps, 36, 39 KB: at most what sm_75 has.
+// Registers  sm_90: attention E 64 168, E 128 219, f32 cache 168, 254; attention_decode 8 warps 96, 117, with one
+//         tile under way 95, 112, 4 warps 96, 132, f32 cache 144, 222. No spills from sm_75 to sm_120. 8 warps of
+//         128 registers and 69 or 137 KB leave room on an SM of sm_90 for a block of the product before or after.
+// Shared  attention 32, 64 KB; attention_decode 8 warps 69, 137 KB where a card has that much. For more kv heads
+//         than clusters of 16 SMs fit (14B, 32B: an H200 holds seven, and the eighth waited for one to end) half
+//         of it, one tile a warp under way, so that two blocks share an SM: a step of the 14B at 1,024 and 16,384
+//         keys 3,034 and 3,876 us instead of 3,197 and 4,136. Else 4 warps, 36, 39 KB: at most what sm_75 has.
 #include "attention.cuh"
 #include "attention_decode.cuh"
 #include "cluster.cuh"
@@ -89,6 +90,7 @@ struct Decode {
     static constexpr int kTurns = WARPS * DEPTH * kTile, kQueries = kTurns + WARPS * kTurn;
     static constexpr int kBox = kQueries + kRows * E;
     static constexpr int kSharedBytes = kBox * 2 + Box<E>::kFloats * 4;
+    static_assert(WARPS > 4 || kSharedBytes <= 64 << 10, "what sm_75 has");
 };
 
 constexpr int kMaxSplits = 128;  // of a prefill

@@ -1,6 +1,7 @@
 // embed: x[i, :] = W[tokens[i], :], one row of the embedding table per token, exact float32.
 //   table  (V, D) in records or row-major floats      tokens (T) int32      x (T, D) float
-// Launch  grid = T, block = 128, or 512 for a single token, whose step waits for it; thread = four values.  Bytes: one row of the table a token.
+// Launch  grid = T, block = 128, or 512 for a single token, whose step waits for it; thread = four values.
+// Bytes   one row of the table a token.
 #include "quants.cuh"
 
 template <class Q>

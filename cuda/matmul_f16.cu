@@ -84,7 +84,7 @@ __device__ inline void copy_rows(char* to, const F16Arguments& a, const Source& 
     const int row_bytes = a.k * Q::kBytes, at = chunk * kRowBytes + piece * 16;
     const uint8_t* from = (a.gated && first % 16 >= 8 ? a.w[1] : source.w) + at;
     const int step = a.gated ? kAtOnce / 2 : kAtOnce;
-    const int row0 = source.row_tile * (T::kRows / kAtOnce) * step + (a.gated ? first / 16 * 8 + first % 8 : first);
+    const int row0 = source.strip * (a.gated ? 4 : 8) + (a.gated ? first / 16 * 8 + first % 8 : first);
     to += first * kRowBytes + (piece ^ (first & 3) << 1) * 16;
 #pragma unroll
     for (int j = 0; j < T::kRows / kAtOnce; ++j) {
@@ -101,19 +101,19 @@ __device__ inline void copy_strips(char* to, const F16Arguments& a, const Source
     for (int j = 0; j < (kPieces + T::kThreads - 1) / T::kThreads; ++j) {
         const unsigned i = j * T::kThreads + thread;
         if (kPieces % T::kThreads == 0 || i < kPieces)
-            copy_async16(to + i * 16, strip_at<Q, T>(a, source, i / Each, at + i % Each * 16));
+            copy_async16(to + i * 16, strip_at<Q>(a, source, i / Each, at + i % Each * 16));
     }
 }
 template <class Q, class T>
 __device__ inline void copy_scales(char* stage, const F16Arguments& a, const Cursor& c) {
     if constexpr (!Q::kFloat) {
         const unsigned at = c.chunk / Q::kChunks * Q::kRecord + Q::kScales;
-        copy_strips<Q, T, kScaleBytes<Q> / 16>(stage + Stage<Q, T>::kScales, a, Source(a, c.row_tile, T::kRows), at);
+        copy_strips<Q, T, kScaleBytes<Q> / 16>(stage + Stage<Q, T>::kScales, a, Source(a, c.row_tile * T::kRows), at);
     }
 }
 template <class Q, class T>
 __device__ inline void copy_planes(char* stage, const F16Arguments& a, const Cursor& c) {
-    const Source source(a, c.row_tile, T::kRows);
+    const Source source(a, c.row_tile * T::kRows);
     if constexpr (Q::kFloat) {
         copy_rows<Q, T>(stage + Stage<Q, T>::kPlanes, a, source, c.chunk);
     } else {

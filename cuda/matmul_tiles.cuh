@@ -1,4 +1,4 @@
-// Tiles of 128 rows by some tokens, in which the products of many tokens are cut up (matmul_f16.cu, matmul_wgmma.cu): how
+// Tiles of some rows by some tokens, in which the products of many tokens are cut up (matmul_f16.cu, matmul_wgmma.cu): how
 // blocks share them, where their weights are, and the sums of shared tiles.
 //
 // Work    a unit is a tile by a chunk of K. Block i of G takes the whole tiles i, i + G, ... of `waves` waves, then
@@ -68,24 +68,25 @@ struct Cursor {
 };
 
 // ---- where weights are ---------------------------------------------------------------------------------
-// The matrix of a row tile, which of its row tiles it is, and rows from its first on.
+// The matrix of row `row` of all, a multiple of 16, which of its strips begins there, and how many rows it has with those
+// below it.
 struct Source {
     const uint8_t* w;
-    int row_tile, rows;
-    __device__ Source(const F16Arguments& a, int tile, int tile_rows) {
-        const int matrix = (tile >= a.begins[0]) + (tile >= a.begins[1]);
-        const int begin = matrix == 0 ? 0 : a.begins[matrix - 1];
+    int strip, rows;
+    __device__ Source(const F16Arguments& a, int row) {
+        const int matrix = (row / 128 >= a.begins[0]) + (row / 128 >= a.begins[1]);
+        const int begin = matrix == 0 ? 0 : a.begins[matrix - 1] * 128;
         w = a.w[matrix];
-        row_tile = tile - begin;
-        rows = a.n - begin * tile_rows;
+        strip = (row - begin) / 8;
+        rows = a.n - begin;
     }
 };
 
-// Bytes `at` of strip `s` of a row tile. A gated product takes strips of both matrices in turn, so that
+// Bytes `at` of the s-th strip after a source's. A gated product takes strips of both matrices in turn, so that
 // rows g and g + 8 of a fragment are gate and up of one neuron. Past the last strip: the last.
-template <class Q, class T>
+template <class Q>
 __device__ inline const uint8_t* strip_at(const F16Arguments& a, const Source& from, int s, unsigned at) {
-    const int first = from.row_tile * T::kStrips + s, strip = min(a.gated ? first / 2 : first, ceil_div(from.rows, 8) - 1);
+    const int first = from.strip + s, strip = min(a.gated ? first / 2 : first, ceil_div(from.rows, 8) - 1);
     const unsigned strip_bytes = ceil_div(a.k, Q::kRecK) * Q::kRecord;  // a matrix has less than 4 GiB
     return (a.gated && (s & 1) ? a.w[1] : from.w) + (strip * strip_bytes + at);
 }
@@ -94,7 +95,8 @@ __device__ inline const uint8_t* strip_at(const F16Arguments& a, const Source& f
 // A tile whose chunks several blocks share: true in the one that comes last, with the sum of all. `order` is shared;
 // `tiles` of 8 tokens of a warp have tokens.
 template <class T>
-__device__ inline bool add_shares(float (&acc)[T::kMTiles][T::kNTiles][4], const F16Arguments& a, int tile, int* order, int tiles) {
+__device__ inline bool add_shares(float (&acc)[T::kMTiles][T::kNTiles][4], const F16Arguments& a, int tile, int* order,
+                                  int tiles) {
     float* sums = &acc[0][0][0];
     const int first = owner(a, tile * a.chunks), last = owner(a, (tile + 1) * a.chunks - 1);
     constexpr int64_t kFloats = static_cast<int64_t>(T::kSums) * T::kThreads;
@@ -121,7 +123,8 @@ __device__ inline bool add_shares(float (&acc)[T::kMTiles][T::kNTiles][4], const
             float share[T::kSharesAtOnce];
 #pragma unroll
             for (int j = 0; j < T::kSharesAtOnce; ++j) {
-                share[j] = (i + j) / 4 % T::kNTiles < tiles ? load_coherent(from + (i + j) * T::kThreads) : 0.0f;
+                const bool valid = (i + j) / 4 % T::kNTiles < tiles;
+                share[j] = valid ? load_coherent(from + (i + j) * T::kThreads) : 0.0f;
                 if (j % 32 == 31) __syncwarp();  // no more loads at once than there are registers left
             }
 #pragma unroll

@@ -1,36 +1,43 @@
-// matmul_wgmma<Q, Tokens, Stages>: many tokens times a quantised matrix by the tensor cores of sm_90a: what
-// matmul_f16.cuh says, in the tiles of matmul_tiles.cuh, 128 rows by up to Tokens tokens.
+// matmul_wgmma<Q, Wide<Rows, Tokens>, Stages>: many tokens times a quantised matrix by the tensor cores of sm_90a: what
+// matmul_f16.cuh says, in the tiles of matmul_tiles.cuh, Rows rows by up to Tokens tokens.
 //   matrices (N, K) in records (layout 2), alone, or up to three above each other as one
 // Weights are the rows (M) and go through registers, tokens the columns (N), from shared memory. Each warp has 16
 //         rows: it brings their records itself, in bulk, makes the {S, M} pairs of a chunk of 128 values of K, one
 //         block a lane, and unpacks its fragments. Both overlap with wgmma: the fragments of a block with the block
 //         before, the pairs of a chunk with the last block of the chunk before.
-// Tokens  of a chunk come by one thread, by TMA, into a stage that all warps are done with; no barrier in the loop. wgmma
-//         takes as many as there are, by 8 (by 16 where Tokens > 128), known where the loop over the blocks is: a jump at
-//         each wgmma ended its group, and nothing overlapped (gate/up of 128 tokens 102 us instead of 95).
-// Sums    are written through shared memory, so that rows of y are whole and the code is short: it runs cold. Where there
-//         are fewer tiles than blocks, a tile is a cluster's: each block adds up and writes a part of the tokens. The
-//         last to arrive adding up all took 11 of 30 us of o at 128 tokens, and writing them 6; now o takes 16.
-// Launch  grid = (G) or (tiles, 1, cluster), block = 256, dynamic shared: kernels/matmul_f16.py.
-// Limits  (H200) wgmma alone 989 TFLOP/s, a chunk of 128 x 128 in 1,024 clocks of an SM; a warp issues about 300
-//         instructions a chunk. Measured, one launch after another, 2026-11-30, 7B Q4_K: gate/up 66, 72, 98, 168 us at
-//         40, 64, 128, 256 tokens, 514 TFLOP/s at 2,048, down 536.
-// Registers  sm_90a: 128 of two blocks an SM, 239 to 255 of one; no spills.
+// Tokens  of a chunk come by one thread, by TMA, into a stage that all warps are done with; no barrier in the loop.
+//         wgmma takes as many as there are, by 8 (by 16 of more than 128), known where the loop over the blocks is: a
+//         jump at each wgmma ended its group, and nothing overlapped (gate/up of 128 tokens 102 us instead of 95).
+// Sums    are written through shared memory, so that rows of y are whole and the code is short: it runs cold. All that
+//         a thread reads for several tokens is under way at once: one after another took 16 us of a tile, beside
+//         36 for its products. Where there are fewer tiles than blocks, a tile is a cluster's: each block adds up and
+//         writes a part of the tokens.
+// Launch  grid = (G) or (tiles, 1, cluster), block = 2 Rows, dynamic shared: kernels/matmul_f16.py.
+// Limits  (H200) wgmma alone 989 TFLOP/s, a chunk of 128 x 128 in 1,024 clocks of an SM. Fewer than 256 tokens wait for
+//         their warps, which issue about 300 instructions a chunk one after another: 12 warps of 192 rows take a
+//         chunk of 144 tokens in the time that 8 take one of 128. Measured, one launch after another, 2026-12-01,
+//         7B Q4_K: gate/up 59, 63, 82, 89, 130 us at 40, 64, 128, 129, 256 tokens, 642 TFLOP/s at 2,048.
+// Registers  sm_90a: 128 of two blocks an SM, 156 of 12 warps, 195 to 255 of 8; no spills.
 // Why not mma.sync (matmul_f16.cu): 290 TFLOP/s; it reads each fragment of the tokens into registers, 32 instructions a
-//         block, and has 1,312 multiply-adds a clock instead of 2,048. Why not a warp that only loads: 9 warps
-//         leave 96 registers. 64 tokens with three blocks an SM were slower than two of 128 (gate/up at 40: 72 us).
+//         block, and has 1,312 multiply-adds a clock instead of 2,048. Why not warps that only load and make pairs,
+//         with registers handed over by setmaxnreg: as fast as these at 256 tokens, and slower than two blocks below.
 // arch-specific: sm_90a
 #include "cluster.cuh"
 #include "wgmma.cuh"
 
-// Two warpgroups, each 64 rows by up to Tokens tokens; up to 128 tokens two blocks an SM.
-template <int Tokens>
+// A warpgroup for each 64 of Rows rows, by up to Tokens tokens: 128 by 128, of which an SM has two blocks, 192 by 160, or
+// 128 by 256.
+template <int Rows, int Tokens>
 struct Wide {
-    static constexpr int kMTiles = 1, kNTiles = Tokens > 128 ? 32 : 16, kThreads = 256, kWarps = kThreads / kWarp;
-    static constexpr int kRows = 128, kStrips = kRows / 8, kTokens = Tokens, kSums = kNTiles * 4, kSharesAtOnce = 32;
-    static constexpr int kEightsAtOnce = Tokens > 128 ? 4 : 2;  // of tokens, as there are registers left
-    static constexpr int kBy = Tokens > 128 ? 2 : 1;  // that many 8 tokens, of which wgmma takes some
+    static constexpr int kRows = Rows, kTokens = Tokens, kThreads = 2 * Rows, kWarps = kThreads / kWarp, kStrips = Rows / 8;
+    static constexpr int kBlocks = kThreads * (Tokens / 2 + 64) <= 32768 ? 2 : 1;  // of an SM
+    static constexpr int kMTiles = 1, kNTiles = Tokens > 160 ? 32 : Tokens > 128 ? 20 : 16, kSums = kNTiles * 4;
+    static constexpr int kBy = kBlocks == 1 ? 2 : 1;  // that many 8 tokens, of which wgmma takes some
     static constexpr int kStage = Tokens * 256;  // bytes of 128 values of the tokens
+    static constexpr int kParts = Rows > 128 ? 4 : 2, kPart = Tokens / kParts;  // tokens whose sums a stage has room for
+    static_assert(kPart * Rows * 4 <= kStage && kPart % 8 == 0, "");
+    // as there are registers left
+    static constexpr int kSharesAtOnce = kNTiles == 20 ? 16 : 32, kEightsAtOnce = kNTiles > 20 ? 4 : 2;
 };
 
 // ---- staging --------------------------------------------------------------------------------------------------
@@ -52,9 +59,9 @@ struct alignas(16) Ring {
     }
     __device__ void find(const F16Arguments& a) {
         if (next.tile < 0) return;
-        const Source source(a, next.row_tile, T::kRows);
+        const Source source(a, next.row_tile * T::kRows + thread_again() / kWarp * 16);
 #pragma unroll
-        for (int s = 0; s < 2; ++s) strips[s] = strip_at<Q, T>(a, source, thread_again() / kWarp * 2 + s, 0);
+        for (int s = 0; s < 2; ++s) strips[s] = strip_at<Q>(a, source, s, 0);
     }
     __device__ void load(const F16Arguments& a, int slot) {
         if (next.tile < 0) return;
@@ -84,7 +91,8 @@ __device__ inline void convert_scales(Ring<Q, T>& ring, int slot, const Lifts<Q>
 
 // The chunk's tokens, by one thread.
 template <class T>
-__device__ inline void load_tokens(char* stage, Arrival& arrival, const F16Arguments& a, const TensorMap& map, const Cursor& at) {
+__device__ inline void load_tokens(char* stage, Arrival& arrival, const F16Arguments& a, const TensorMap& map,
+                                   const Cursor& at) {
     const int token = (at.tile - at.row_tile * a.token_tiles) * a.tokens_each;
     arrival.expect(a.tokens_each * 256);
 #pragma unroll
@@ -93,9 +101,11 @@ __device__ inline void load_tokens(char* stage, Arrival& arrival, const F16Argum
 }
 
 // ---- products -------------------------------------------------------------------------------------------------
-// acc += a chunk, Tiles of 8 tokens, while the rows of the next block are unpacked, or next() makes the next chunk ready.
-template <class Q, class T, int Tiles, class Next>
-__device__ __forceinline__ void multiply_some(float (&acc)[1][T::kNTiles][4], const Ring<Q, T>& ring, int slot, int chunk, const char* tokens, const Next& next) {
+// acc += a chunk, Tiles of 8 tokens, while the rows of the next block are unpacked. Half way tokens() has a later chunk's
+// tokens loaded, and at the end next() makes the next chunk's weights ready.
+template <class Q, class T, int Tiles, class Tokens, class Next>
+__device__ __forceinline__ void multiply_some(float (&acc)[1][T::kNTiles][4], const Ring<Q, T>& ring, int slot, int chunk,
+                                              Columns columns, const Tokens& tokens, const Next& next) {
     constexpr int kHalves = ScalePairs<Q>::kHalves;
     const int lane = threadIdx.x % kWarp;
     typename Q::Lane words[2];
@@ -105,39 +115,43 @@ __device__ __forceinline__ void multiply_some(float (&acc)[1][T::kNTiles][4], co
         const ScalePairs<Q> pairs(ring.pairs + (b * 8 + lane / 4) * 2 * kHalves);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            load_words<Q>(words[r], reinterpret_cast<const uint8_t*>(ring.records[slot][r]) + chunk % Q::kChunks * Q::kChunkBytes, lane, b);
+            const char* planes = ring.records[slot][r] + chunk % Q::kChunks * Q::kChunkBytes;
+            load_words<Q>(words[r], reinterpret_cast<const uint8_t*>(planes), lane, b);
             weight_fragments<Q>(a[b % 2], r, words[r], b, pairs);
         }
-        wgmma_f16<Tiles>(acc[0], a[b % 2], tokens + b / 2 * T::kStage / 2 + b % 2 * 64);
+        wgmma_f16<Tiles>(acc[0], a[b % 2], columns.after(b / 2 * T::kStage / 2 + b % 2 * 64));
         wgmma_commit();
-        if (b == 1) next(true);
+        if (b == 1) tokens();
         if (b < 3) wgmma_wait<1>();
     }
-    next(false);
+    next();
     wgmma_wait<0>();
 }
-// The same of a number of tiles, Least, Least + By, ... or Most, that is known here: code without a jump at each wgmma, which
-// would end its group.
-template <class Q, class T, int Least = T::kBy, int Most = T::kTokens / 8, class Next>
-__device__ __forceinline__ void multiply(float (&acc)[1][T::kNTiles][4], const Ring<Q, T>& ring, int slot, int chunk, const char* tokens, int tiles, const Next& next) {
+// The same of a number of tiles, Least, Least + By, ... or Most, that is known here: code without a jump at each wgmma,
+// which would end its group.
+template <class Q, class T, int Least = T::kBy, int Most = T::kTokens / 8, class Tokens, class Next>
+__device__ __forceinline__ void multiply(float (&acc)[1][T::kNTiles][4], const Ring<Q, T>& ring, int slot, int chunk,
+                                         Columns columns, int tiles, const Tokens& tokens, const Next& next) {
     constexpr int kHalf = Least + (Most - Least) / T::kBy / 2 * T::kBy;
     if constexpr (Least == Most)
-        multiply_some<Q, T, Most>(acc, ring, slot, chunk, tokens, next);
+        multiply_some<Q, T, Most>(acc, ring, slot, chunk, columns, tokens, next);
     else if (tiles <= kHalf)
-        multiply<Q, T, Least, kHalf>(acc, ring, slot, chunk, tokens, tiles, next);
+        multiply<Q, T, Least, kHalf>(acc, ring, slot, chunk, columns, tiles, tokens, next);
     else
-        multiply<Q, T, kHalf + T::kBy, Most>(acc, ring, slot, chunk, tokens, tiles, next);
+        multiply<Q, T, kHalf + T::kBy, Most>(acc, ring, slot, chunk, columns, tiles, tokens, next);
 }
 
 // ---- results --------------------------------------------------------------------------------------------------
 // A tile's sums go through shared memory, so that rows of y are written whole and by little code, which runs cold:
-// eight tokens after each other, 128 rows each. Of a tile that a cluster shares each block has a part of all sums.
+// eight tokens after each other, Rows rows each. Of a tile that a cluster shares each block has a part of all sums.
+template <int Rows>
 struct Sums {
+    static constexpr int kRows = Rows;
     float* own;
 
     // Of token t of eight: rows g of all warps, which are gates, before rows g + 8, and those change places by token.
     __device__ static unsigned at(unsigned eight, unsigned t, unsigned row) {
-        return eight * 1024 + t * 128 + row / 8 % 2 * 64 + ((row / 16 * 8 + row % 8) ^ t / 2 * 8);
+        return (eight * 8 + t) * Rows + row / 8 % 2 * (Rows / 2) + ((row / 16 * 8 + row % 8) ^ t / 2 * 8);
     }
     // N of them at at(i).
     template <int N, class At>
@@ -147,7 +161,8 @@ struct Sums {
     }
 };
 // The same of a cluster, in the order of K; four blocks' are under way at once.
-struct ClusterSums : Sums {
+template <int Rows>
+struct ClusterSums : Sums<Rows> {
     template <int N, class At>
     __device__ void load(float (&v)[N], const At& at) const {
         const int blocks = gridDim.z;
@@ -158,7 +173,7 @@ struct ClusterSums : Sums {
             float w[4][N];
 #pragma unroll
             for (int b = 0; b < 4; ++b) {
-                const float* from = cluster_peer(own, min(block + b, blocks - 1));
+                const float* from = cluster_peer(this->own, min(block + b, blocks - 1));
 #pragma unroll
                 for (int i = 0; i < N; ++i) w[b][i] = from[at(i)];
             }
@@ -173,15 +188,16 @@ struct ClusterSums : Sums {
 // Of the `count` tokens from `token0` on the eights begin .. end - 1, AtOnce at a time, whose loads are all under way
 // together; y may be residual.
 template <class Q, int AtOnce, class From>
-__device__ inline void write_tile_rows(const From& sums, const F16Arguments& a, int row0, int token0, int count, int begin, int end) {
-    const int r = threadIdx.x % 128, row = row0 + r;
+__device__ inline void write_tile_rows(const From& sums, const F16Arguments& a, int row0, int token0, int count,
+                                       int begin, int end) {
+    const int r = threadIdx.x % From::kRows, row = row0 + r, first = threadIdx.x / From::kRows;
     if (row >= a.n) return;
     const float unlift = undo_lift<Q>(a.peak), bias = a.bias ? a.bias[row] : 0.0f;
 #pragma unroll 1
     for (int eight = begin; eight < end; eight += AtOnce) {
         constexpr int kValues = AtOnce * 4;
         float v[kValues], scales[kValues], residual[kValues];
-        auto token_of = [&](int i) { return (eight + i / 4) * 8 + static_cast<int>(threadIdx.x / 128) + i % 4 * 2; };
+        auto token_of = [&](int i) { return (eight + i / 4) * 8 + first + i % 4 * 2; };
 #pragma unroll
         for (int i = 0; i < kValues; ++i) {
             const int token = token0 + token_of(i);
@@ -189,31 +205,34 @@ __device__ inline void write_tile_rows(const From& sums, const F16Arguments& a, 
             scales[i] = valid ? a.hs[token] : 0.0f;
             residual[i] = valid && a.residual ? a.residual[static_cast<int64_t>(token) * a.stride + row] : 0.0f;
         }
-        sums.load(v, [&](int i) { return Sums::at(min(eight + i / 4, end - 1), threadIdx.x / 128 + i % 4 * 2, r); });
+        sums.load(v, [&](int i) { return From::at(min(eight + i / 4, end - 1), first + i % 4 * 2, r); });
 #pragma unroll
         for (int i = 0; i < kValues; ++i) {
             v[i] = __fmul_rn(v[i], __fmul_rn(unlift, scales[i]));
             if (a.bias) v[i] = __fadd_rn(v[i], bias);
             if (a.residual) v[i] = __fadd_rn(residual[i], v[i]);
-            if (eight + i / 4 < end && token_of(i) < count) a.y[static_cast<int64_t>(token0 + token_of(i)) * a.stride + row] = v[i];
+            if (eight + i / 4 < end && token_of(i) < count)
+                a.y[static_cast<int64_t>(token0 + token_of(i)) * a.stride + row] = v[i];
         }
     }
 }
 // Rows g and g + 8 of each 16 are gate and up of a neuron; a thread makes neurons k and k + 2, neighbours in
 // half_offset's order, of a token of each eight.
 template <class Q, int AtOnce, class From>
-__device__ inline void write_tile_neurons(const From& sums, const F16Arguments& a, int row0, int token0, int count, int begin, int end) {
-    const int padded = ceil_div(a.n, 128) * 128, pair = threadIdx.x % 32, k = pair / 2 * 4 + pair % 2;
+__device__ inline void write_tile_neurons(const From& sums, const F16Arguments& a, int row0, int token0, int count,
+                                          int begin, int end) {
+    constexpr int kPairs = From::kRows / 4;
+    const int padded = ceil_div(a.n, 128) * 128, pair = threadIdx.x % kPairs, k = pair / 2 * 4 + pair % 2;
     const int neuron = row0 / 2 + k, row = k / 8 * 16 + k % 8;
     const float gate_unlift = undo_lift<Q>(a.peak), up_unlift = undo_lift<Q>(a.up_peak);
 #pragma unroll 1
     for (int eight = begin; eight < end; eight += AtOnce) {
         float scales[AtOnce], v[AtOnce * 4];  // of each token two gates and two ups
-        auto token_of = [&](int i) { return (eight + i) * 8 + static_cast<int>(threadIdx.x / 32); };
+        auto token_of = [&](int i) { return (eight + i) * 8 + static_cast<int>(threadIdx.x / kPairs); };
 #pragma unroll
         for (int i = 0; i < AtOnce; ++i) scales[i] = a.hs[token0 + min(token_of(i), count - 1)];
         sums.load(v, [&](int i) {
-            return Sums::at(min(eight + i / 4, end - 1), threadIdx.x / 32, row) + i % 2 * 2 + i / 2 % 2 * 64;
+            return From::at(min(eight + i / 4, end - 1), threadIdx.x / kPairs, row) + i % 2 * 2 + i / 2 % 2 * (From::kRows / 2);
         });
 #pragma unroll
         for (int i = 0; i < AtOnce; ++i) {
@@ -233,61 +252,63 @@ __device__ inline void write_tile_neurons(const From& sums, const F16Arguments& 
         }
     }
 }
-// The lane's sums of half of the tokens.
+// The lane's sums of a part of the tokens.
 template <class T>
-__device__ inline void store_sums(float* to, const float (&acc)[1][T::kNTiles][4], int half) {
+__device__ inline void store_sums(float* to, const float (&acc)[1][T::kNTiles][4], int part) {
     const int lane = thread_again() % kWarp, row = thread_again() / kWarp * 16 + lane / 4;
-    constexpr int kTiles = T::kTokens / 16;
+    constexpr int kTiles = T::kPart / 8;
 #pragma unroll
     for (int n = 0; n < kTiles; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) to[Sums::at(n, lane % 4 * 2 + i % 2, row + i / 2 * 8)] = acc[0][half * kTiles + n][i];
+        for (int i = 0; i < 4; ++i)
+            to[Sums<T::kRows>::at(n, lane % 4 * 2 + i % 2, row + i / 2 * 8)] = acc[0][part * kTiles + n][i];
 }
 template <class Q, int AtOnce, class From>
-__device__ inline void write_tokens(const From& sums, const F16Arguments& a, int row0, int token0, int count, int begin, int end) {
+__device__ inline void write_tokens(const From& sums, const F16Arguments& a, int row0, int token0, int count, int begin,
+                                    int end) {
     if (a.gated)
         write_tile_neurons<Q, AtOnce>(sums, a, row0, token0, count, begin, end);
     else
         write_tile_rows<Q, AtOnce>(sums, a, row0, token0, count, begin, end);
 }
-// Half of the tokens at a time, for which `room`, a stage, suffices.
+// Parts of the tokens after each other, for each of which `room`, a stage, suffices.
 template <class Q, class T>
-__device__ inline void write_tile(const float (&acc)[1][T::kNTiles][4], float* room, const F16Arguments& a, int row0, int token0) {
-    constexpr int kHalf = T::kTokens / 2;
-    static_assert(kHalf * T::kRows * 4 == T::kStage && kHalf % 8 == 0, "");
+__device__ inline void write_tile(const float (&acc)[1][T::kNTiles][4], float* room, const F16Arguments& a, int row0,
+                                  int token0) {
     const int all = min(a.tokens - token0, a.tokens_each);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        if (half * kHalf >= all) break;
+    for (int part = 0; part < T::kParts; ++part) {
+        const int first = part * T::kPart, count = min(T::kPart, all - first);
+        if (count <= 0) break;
         __syncthreads();  // nobody reads what lies there
-        store_sums<T>(room, acc, half);
+        store_sums<T>(room, acc, part);
         __syncthreads();
-        const int first = half * kHalf, count = min(kHalf, all - first);
-        write_tokens<Q, T::kEightsAtOnce>(Sums{room}, a, row0, token0 + first, count, 0, ceil_div(count, 8));
+        write_tokens<Q, T::kEightsAtOnce>(Sums<T::kRows>{room}, a, row0, token0 + first, count, 0, ceil_div(count, 8));
     }
     before_bulk_copy();
     __syncthreads();  // the stage may be loaded again
 }
 // Of a tile that a cluster shares each block writes a part of the tokens. It has no more tiles, so that all stages are free.
 template <class Q, class T>
-__device__ inline void write_cluster_tile(const float (&acc)[1][T::kNTiles][4], float* room, const F16Arguments& a, int row0, int token0) {
+__device__ inline void write_cluster_tile(const float (&acc)[1][T::kNTiles][4], float* room, const F16Arguments& a,
+                                          int row0, int token0) {
     const int all = min(a.tokens - token0, a.tokens_each);
-    const unsigned eights = ceil_div(all, 8), begin = eights * blockIdx.z / gridDim.z, end = eights * (blockIdx.z + 1) / gridDim.z;
+    const unsigned eights = ceil_div(all, 8);
+    const unsigned begin = eights * blockIdx.z / gridDim.z, end = eights * (blockIdx.z + 1) / gridDim.z;
     __syncthreads();  // nobody reads what lies there
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        if (half * T::kTokens / 2 < all) store_sums<T>(room + half * T::kStage / 4, acc, half);
-    }
+    for (int part = 0; part < T::kParts; ++part)
+        if (part * T::kPart < all) store_sums<T>(room + part * T::kPart * T::kRows, acc, part);
     cluster_arrive();
     cluster_wait();
-    write_tokens<Q, 1>(ClusterSums{{room}}, a, row0, token0, all, begin, end);
+    write_tokens<Q, 1>(ClusterSums<T::kRows>{{room}}, a, row0, token0, all, begin, end);
     cluster_arrive_relaxed();  // the others read this block's
     cluster_wait();
 }
 
-template <class Q, int Tokens, int Stages>
-__global__ void __launch_bounds__(256, Tokens > 128 ? 1 : 2) matmul_wgmma(F16Arguments a, const __grid_constant__ TensorMap map) {
-    using T = Wide<Tokens>;
+template <class Q, class T, int Stages>
+__global__ void __launch_bounds__(T::kThreads, T::kBlocks)
+matmul_wgmma(F16Arguments a, const __grid_constant__ TensorMap map) {
     pdl_trigger();
 #if !defined(MINFER_SIMT) && !defined(MINFER_WGMMA)
     pdl_wait();
@@ -337,19 +358,19 @@ __global__ void __launch_bounds__(256, Tokens > 128 ? 1 : 2) matmul_wgmma(F16Arg
         }
         convert_scales(ring, records - 1 & 1, lifts, at.chunk);
     };
-    auto next = [&](bool middle) {
-        if (middle) {
-            if (thread_again() == 0 && ahead->tile >= 0) {
-                const unsigned then = step + Stages - 1, free = then % Stages;
-                leavings[free].wait(1 - then / Stages % 2);
-                load_tokens<T>(stages + free * T::kStage, arrivals[free], a, map, *ahead);
-                ahead->advance(a);
-            }
-            __syncwarp();
-            return;
-        }
+    auto next = [&] {
         at.advance(a);
         prepare();
+    };
+    // The tokens of the chunk after those that were loaded, where those of the chunk before have been.
+    auto tokens = [&] {
+        if (thread_again() == 0 && ahead->tile >= 0) {
+            const unsigned then = step + Stages - 1, free = then % Stages;
+            leavings[free].wait(1 - then / Stages % 2);
+            load_tokens<T>(stages + free * T::kStage, arrivals[free], a, map, *ahead);
+            ahead->advance(a);
+        }
+        __syncwarp();
     };
     prepare();
     while (at.tile >= 0) {
@@ -358,8 +379,8 @@ __global__ void __launch_bounds__(256, Tokens > 128 ? 1 : 2) matmul_wgmma(F16Arg
         do {
             const unsigned slot = step % Stages;
             arrivals[slot].wait(step / Stages % 2);
-            meet_without_arrivals();
-            multiply<Q, T>(acc, ring, records - 1 & 1, at.chunk, stages + slot * T::kStage, a.tokens_each / 8, next);
+            const Columns columns(stages + slot * T::kStage);
+            multiply<Q, T>(acc, ring, records - 1 & 1, at.chunk, columns, a.tokens_each / 8, tokens, next);
             __syncwarp();
             if (thread_again() % kWarp == 0) leavings[slot].arrive();
             ++step;

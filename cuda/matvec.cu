@@ -9,9 +9,9 @@
 //                    shared memory, with the bits of norm.cu, which costs less than another launch.
 // Split   a strip of 8 rows is cut along K into parts of `part_records` records, a divisor of its records;
 //         partial sums meet in shared memory once, at the end, and are added there in four chains, in order
-//         of K each. The order depends on K and the type alone: fused or not, on any card, equal bits. A block owns one or
-//         two runs of whole strips, each contiguous in memory; its warps take their parts in turn and
-//         stream them without a barrier.
+//         of K each. The order depends on K and the type alone: fused or not, on any card, equal bits. A block
+//         owns one or two runs of whole strips, each contiguous in memory; its warps take their parts in turn
+//         and stream them without a barrier.
 // Launch  block = 512, dynamic shared and grid: kernels/matvec.py.
 // Bytes   N * K / kBlock * kRaw, read once. Q4_K 18944 x 3584: 38.2 MB, 8.9 us at 4.3 TB/s (H200).
 //         In flight: 16 warps x kDepth records, about 36 KB a block. Issue slots are the other limit:
@@ -385,14 +385,14 @@ __device__ void project_heads(const QkvArguments& a, int which, int block) {
     const int first = strip0 * 8 + t, second = first + a.head_dim / 2;
     const uint8_t* from = a.w[which] + strip0 * strip.bytes;
     PairAddends addends{a, bias + 2 * t, rotation + t, positions + 2 * t, which, first, t < pairs};
-    constexpr int kDepth = Q::kWords > 12 || is_same<Q, Q8_0> || is_same<Q, Q5_1> ? 1 : 2;  // the pairs at the end take registers, too
-    part_sums<Q, In, kDepth>(Runs{from, from + half * strip.bytes, parts, 2 * parts}, in, sums, partial,
-                             row_memory<In>(in, 2 * parts), addends);
+    part_sums<Q, In, Q::kPairDepth>(Runs{from, from + half * strip.bytes, parts, 2 * parts}, in, sums, partial,
+                                    row_memory<In>(in, 2 * parts), addends);
     if (t >= pairs) return;
     const float scale = In::factor(in, partial);
     const float x0 = __fmul_rn(row_sum<Q>(sums, in, t), scale), x1 = __fmul_rn(row_sum<Q>(sums, in, pairs + t), scale);
     const float b0 = bias[2 * t], b1 = bias[2 * t + 1];
-    const float2 v = which == 2 ? make_float2(__fadd_rn(x0, b0), __fadd_rn(x1, b1)) : rope_pair(x0, x1, b0, b1, addends.rotation());
+    const float2 v = which == 2 ? make_float2(__fadd_rn(x0, b0), __fadd_rn(x1, b1))
+                                : rope_pair(x0, x1, b0, b1, addends.rotation());
     const int position = positions[2 * t + 1];
     if (which == 0) {
         a.q[first] = v.x, a.q[second] = v.y;

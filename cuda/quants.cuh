@@ -69,6 +69,8 @@ struct RecordType {
     // Records a lane of a matvec keeps in flight: what 64 registers a thread have room for.
     static constexpr int kWords = kChunks * (Low + High) + ScaleWords;
     static constexpr int kDepth = kWords < 11 ? 3 : 2;
+    // The same where rows of a rotation are paired at the end, which takes registers, too.
+    static constexpr int kPairDepth = kWords > 12 ? 1 : 2;
 
     template <class M>
     __device__ static void load_planes(Lane& l, const uint8_t* rec, int lane) {
@@ -202,7 +204,7 @@ struct Q5_0 : OneScale<22, 4, 1> {  // the fifth bit inverted is the sign
     }
 };
 struct Q5_1 : ScaleMin<24, 1> {
-    static constexpr int kMul = 1;
+    static constexpr int kMul = 1, kPairDepth = 1;
     __device__ static int code(const uint8_t* block, int i) {
         int low = (block[8 + (i & 15)] >> (4 * (i >> 4))) & 15;
         return low | ((block[4 + (i >> 3)] >> (i & 7)) & 1) << 4;
@@ -212,7 +214,7 @@ struct Q5_1 : ScaleMin<24, 1> {
     }
 };
 struct Q8_0 : OneScale<34, 8, 0> {
-    static constexpr int kMul = 1;
+    static constexpr int kMul = 1, kPairDepth = 1;
     __device__ static int code(const uint8_t* block, int i) { return block[2 + i]; }
     __device__ static uint32_t word(const Lane& l, int c, int b, int h) { return l.q[c][2 * b + h]; }
 };

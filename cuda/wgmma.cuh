@@ -55,16 +55,22 @@ struct Arrival {
     __device__ void begin(int count = 1) {
 #ifdef MINFER_WGMMA
         asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n\tfence.proxy.async.shared::cta;" ::"r"(at()), "r"(count) : "memory");
+#elif defined(MINFER_SIMT)
+        simt_arrival_begin(&state, count);
 #endif
     }
     __device__ void arrive() {
 #ifdef MINFER_WGMMA
         asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at()) : "memory");
+#elif defined(MINFER_SIMT)
+        simt_arrival_arrive(&state);
 #endif
     }
     __device__ void expect(int bytes) {
 #ifdef MINFER_WGMMA
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at()), "r"(bytes) : "memory");
+#elif defined(MINFER_SIMT)
+        simt_arrival_expect(&state, bytes);
 #endif
     }
     // Until the phase is over; of a fresh one, phase 1 is.
@@ -73,6 +79,8 @@ struct Arrival {
         asm volatile("{\n\t.reg .pred there;\n\tagain:\n\t"
                      "mbarrier.try_wait.parity.shared::cta.b64 there, [%0], %1;\n\t@!there bra again;\n\t}"
                      ::"r"(at()), "r"(phase) : "memory");
+#elif defined(MINFER_SIMT)
+        simt_arrival_wait(&state, phase);
 #endif
     }
     // `bytes`, by 16 as both addresses are.
@@ -83,6 +91,7 @@ struct Arrival {
 #elif defined(MINFER_SIMT)
         for (int i = 0; i < bytes; i += 16)
             *reinterpret_cast<uint4*>(shared + i) = *reinterpret_cast<const uint4*>(global + i);
+        simt_arrival_come(&state, bytes);
 #endif
     }
     // 64 columns of as many rows as the map's boxes have, as token_offset says; zeros past the last row.
@@ -96,6 +105,7 @@ struct Arrival {
             uint4* to = reinterpret_cast<uint4*>(shared + token_offset(i % 8, i / 8, rows));
             *to = row + i / 8 < static_cast<int>(map.rows) ? *reinterpret_cast<const uint4*>(map.base + from * 2) : make_uint4(0, 0, 0, 0);
         }
+        simt_arrival_come(&state, rows * 128);
 #endif
     }
 
@@ -105,13 +115,6 @@ struct Arrival {
     __device__ uint32_t at() const { return address(&state); }
 #endif
 };
-
-// The SIMT device knows no arrivals: its threads meet where others wait for one.
-__device__ inline void meet_without_arrivals() {
-#ifdef MINFER_SIMT
-    __syncthreads();
-#endif
-}
 
 // ---- products ---------------------------------------------------------------------------------------------
 // The kernel's dynamic shared memory, where an atom of columns may begin.
@@ -123,6 +126,26 @@ __device__ inline char* atom_aligned_bytes() {
     return minfer_atoms;
 #endif
 }
+
+// Where columns lie in shared memory, before pieces change places.
+struct Columns {
+#ifdef MINFER_SIMT
+    const char* at;
+    __device__ explicit Columns(const char* columns) : at(columns) {}
+    __device__ Columns after(int bytes) const { return Columns(at + bytes); }
+#else
+    uint32_t low;  // by 16 bytes: the address, and the way between pieces, which the swizzle has no use for
+    __device__ explicit Columns(const char* columns)
+        : low(static_cast<uint32_t>(__cvta_generic_to_shared(columns)) / 16 | 1u << 16) {}
+    __device__ Columns after(int bytes) const {
+        Columns c = *this;
+        c.low += bytes / 16;
+        return c;
+    }
+    // and from atom to atom of the columns; then the kind of the swizzle, 128 bytes
+    __device__ uint64_t descriptor() const { return static_cast<uint64_t>(1u << 30 | kAtomBytes / 16) << 32 | low; }
+#endif
+};
 
 #ifdef MINFER_WGMMA
 // clang-format off
@@ -166,33 +189,28 @@ __device__ inline char* atom_aligned_bytes() {
     "wgmma.fence.sync.aligned;\n\t" MINFER_STEP(n, sums, a0, b0) MINFER_STEP(n, sums, a1, b1)
 #define MINFER_INPUTS                                                                                               \
     "r"(a[0][0]), "r"(a[0][1]), "r"(a[0][2]), "r"(a[0][3]), "r"(a[1][0]), "r"(a[1][1]), "r"(a[1][2]), "r"(a[1][3]), \
-        "l"(b), "l"(b + 2)
-#define MINFER_USED16(tiles, n)                                                                                     \
+        "l"(block.descriptor()), "l"(block.after(32).descriptor())
+#define MINFER_TILES16 MINFER_TILE(0), MINFER_TILE(1), MINFER_TILE(2), MINFER_TILE(3), MINFER_TILE(4), MINFER_TILE(5), MINFER_TILE(6), MINFER_TILE(7), \
+    MINFER_TILE(8), MINFER_TILE(9), MINFER_TILE(10), MINFER_TILE(11), MINFER_TILE(12), MINFER_TILE(13), MINFER_TILE(14), MINFER_TILE(15)
+#define MINFER_TILES20 MINFER_TILES16, MINFER_TILE(16), MINFER_TILE(17), MINFER_TILE(18), MINFER_TILE(19)
+#define MINFER_TILES32 MINFER_TILES20, MINFER_TILE(20), MINFER_TILE(21), MINFER_TILE(22), MINFER_TILE(23), MINFER_TILE(24), MINFER_TILE(25), \
+    MINFER_TILE(26), MINFER_TILE(27), MINFER_TILE(28), MINFER_TILE(29), MINFER_TILE(30), MINFER_TILE(31)
+#define MINFER_USED(tiles, n, all, a0, a1, b0, b1)                                                                  \
     if constexpr (Used == tiles)                                                                                    \
-        asm volatile(MINFER_STEPS(n, MINFER_SUMS##tiles, "%64,%65,%66,%67", "%68,%69,%70,%71", "%72", "%73")        \
-                     : MINFER_TILE(0), MINFER_TILE(1), MINFER_TILE(2), MINFER_TILE(3), MINFER_TILE(4), MINFER_TILE(5), MINFER_TILE(6), MINFER_TILE(7),                          \
-                       MINFER_TILE(8), MINFER_TILE(9), MINFER_TILE(10), MINFER_TILE(11), MINFER_TILE(12), MINFER_TILE(13), MINFER_TILE(14), MINFER_TILE(15)                     \
-                     : MINFER_INPUTS : "memory");
-#define MINFER_USED32(tiles, n)                                                                                     \
-    if constexpr (Used == tiles)                                                                                    \
-        asm volatile(MINFER_STEPS(n, MINFER_SUMS##tiles, "%128,%129,%130,%131", "%132,%133,%134,%135", "%136", "%137") \
-                     : MINFER_TILE(0), MINFER_TILE(1), MINFER_TILE(2), MINFER_TILE(3), MINFER_TILE(4), MINFER_TILE(5), MINFER_TILE(6), MINFER_TILE(7),                          \
-                       MINFER_TILE(8), MINFER_TILE(9), MINFER_TILE(10), MINFER_TILE(11), MINFER_TILE(12), MINFER_TILE(13), MINFER_TILE(14), MINFER_TILE(15),                    \
-                       MINFER_TILE(16), MINFER_TILE(17), MINFER_TILE(18), MINFER_TILE(19), MINFER_TILE(20), MINFER_TILE(21), MINFER_TILE(22), MINFER_TILE(23),                   \
-                       MINFER_TILE(24), MINFER_TILE(25), MINFER_TILE(26), MINFER_TILE(27), MINFER_TILE(28), MINFER_TILE(29), MINFER_TILE(30), MINFER_TILE(31)                    \
-                     : MINFER_INPUTS : "memory");
+        asm volatile(MINFER_STEPS(n, MINFER_SUMS##tiles, a0, a1, b0, b1) : all : MINFER_INPUTS : "memory");
+#define MINFER_USED16(tiles, n) MINFER_USED(tiles, n, MINFER_TILES16, "%64,%65,%66,%67", "%68,%69,%70,%71", "%72", "%73")
+#define MINFER_USED20(tiles, n) MINFER_USED(tiles, n, MINFER_TILES20, "%80,%81,%82,%83", "%84,%85,%86,%87", "%88", "%89")
+#define MINFER_USED32(tiles, n) \
+    MINFER_USED(tiles, n, MINFER_TILES32, "%128,%129,%130,%131", "%132,%133,%134,%135", "%136", "%137")
 #endif
 
-// d += a, 32 values of K of 16 rows a warp as two of mma_f16's fragments, times 8 columns Used times, of 32 an even number.
-// The columns lie as token_offset says; `block` is where the values of the first are, before pieces change places.
+// d += a, 32 values of K of 16 rows a warp as two of mma_f16's fragments, times 8 columns Used times, of more than 16 an even number.
+// The columns lie as token_offset says; `block` is where the values of the first are.
 // a may change once the group has been waited for.
 template <int Used, int Tiles>
-__device__ inline void wgmma_f16(float (&d)[Tiles][4], const uint32_t (&a)[2][4], const char* block) {
-    static_assert(Tiles == 16 || Tiles == 32, "");
+__device__ inline void wgmma_f16(float (&d)[Tiles][4], const uint32_t (&a)[2][4], Columns block) {
+    static_assert(Tiles == 16 || Tiles == 20 || Tiles == 32, "");
 #ifdef MINFER_WGMMA
-    // by 16 bytes: the address, and from atom to atom of the columns; then the kind of the swizzle
-    const uint64_t at = static_cast<uint32_t>(__cvta_generic_to_shared(block)) / 16;
-    const uint64_t b = at | 1ull << 16 | static_cast<uint64_t>(kAtomBytes / 16) << 32 | 1ull << 62;
     if constexpr (Tiles == 16) {
         MINFER_USED16(1, 8)
         MINFER_USED16(2, 16)
@@ -210,6 +228,17 @@ __device__ inline void wgmma_f16(float (&d)[Tiles][4], const uint32_t (&a)[2][4]
         MINFER_USED16(14, 112)
         MINFER_USED16(15, 120)
         MINFER_USED16(16, 128)
+    } else if constexpr (Tiles == 20) {
+        MINFER_USED20(2, 16)
+        MINFER_USED20(4, 32)
+        MINFER_USED20(6, 48)
+        MINFER_USED20(8, 64)
+        MINFER_USED20(10, 80)
+        MINFER_USED20(12, 96)
+        MINFER_USED20(14, 112)
+        MINFER_USED20(16, 128)
+        MINFER_USED20(18, 144)
+        MINFER_USED20(20, 160)
     } else {
         MINFER_USED32(2, 16)
         MINFER_USED32(4, 32)
@@ -230,13 +259,13 @@ __device__ inline void wgmma_f16(float (&d)[Tiles][4], const uint32_t (&a)[2][4]
     }
 #elif defined(MINFER_SIMT)
     const int lane = threadIdx.x % kWarp;
-    const int column = lane / 4, piece = reinterpret_cast<uintptr_t>(block) / 16 % 8;
+    const int column = lane / 4, piece = reinterpret_cast<uintptr_t>(block.at) / 16 % 8;
     for (int n = 0; n < Used; ++n)
         for (int h = 0; h < 2; ++h) {
             uint32_t b[2];
             for (int i = 0; i < 2; ++i) {
                 const int at = (piece + 2 * h + i ^ column) - piece;
-                b[i] = *reinterpret_cast<const uint32_t*>(block + n * kAtomBytes + column * 128 + at * 16 + lane % 4 * 4);
+                b[i] = *reinterpret_cast<const uint32_t*>(block.at + n * kAtomBytes + column * 128 + at * 16 + lane % 4 * 4);
             }
             mma_f16(d[n], a[h], b);
         }

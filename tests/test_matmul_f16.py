@@ -18,10 +18,10 @@ from minfer_cuda.kernels.matmul_f16 import (
     ARRIVALS,
     NARROW,
     PARTIALS,
-    ROWS,
     TILES,
     WGMMA_96,
     WGMMA_128,
+    WGMMA_160,
     WGMMA_256,
     Tile,
     gate_up_f16,
@@ -207,7 +207,7 @@ def test_products_of_every_type_equal_float64(
     check(device, scratch, quant, 21, columns(quant), 11, NARROW)
 
 
-@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("which", [0, 1, 2])
 @pytest.mark.parametrize("quant", QUANTISED, ids=ids)
 def test_products_of_every_type_by_wgmma_equal_float64(
     device: Device, scratch: dict[str, object], quant: QuantType, which: int
@@ -312,6 +312,8 @@ def test_products_of_float_types_equal_float64(
         (WGMMA_128, "Q4_K"),
         (WGMMA_128, "Q8_0"),
         (WGMMA_96, "Q6_K"),
+        (WGMMA_160, "Q6_K"),
+        (WGMMA_160, "Q4_K"),
         (WGMMA_256, "Q6_K"),
         (WGMMA_256, "Q4_K"),
     ],
@@ -321,7 +323,7 @@ def test_products_of_every_tile_equal_float64(
     device: Device, scratch: dict[str, object], tile: Tile, name: str
 ) -> None:
     """Ragged in rows and tokens: a second tile of each that is hardly filled."""
-    n, tokens = ROWS + 5, tile.tokens + 3
+    n, tokens = tile.rows + 5, tile.tokens + 3
     if device.name == "SIMT shim":
         n, tokens = (21, tokens) if name in ("Q8_0", "F16") else (n, 19)
     needs_wgmma(device, tile)
@@ -334,6 +336,7 @@ def test_products_of_every_tile_equal_float64(
         ("Q4_0", NARROW),
         *((name, NARROW) for name in HALVES),
         ("Q4_0", WGMMA_128),
+        ("Q5_0", WGMMA_160),
         ("Q6_K", WGMMA_256),
     ],
     ids=str,
@@ -375,18 +378,19 @@ def test_a_tile_that_blocks_share_has_the_same_bits_every_time(
         (NARROW, (12, 2)),
         (WGMMA_128, (9, 1)),
         (WGMMA_128, (8, 2)),
+        (WGMMA_160, (3, 2)),
     ],
     ids=str,
 )
 def test_whole_waves_and_shared_tiles_cover_everything(
     device: Device, scratch: dict[str, object], tile: Tile, tiles: tuple[int, int]
 ) -> None:
-    """On 4 SMs, 12 blocks: a wave and a shared tile, two and one, two waves and none; or of 8."""
+    """On 4 SMs, 12 blocks: a wave and a shared tile, two and one, two waves and none (8, 4)."""
     needs_wgmma(device, tile)
     quant = by_name("Q4_0")
     if device.name != "SIMT shim":
         tiles = (tiles[0] * device.sm_count // 4, tiles[1])
-    n, tokens = 128 * tiles[0] - 5, tile.tokens * (tiles[1] - 1) + 27
+    n, tokens = tile.rows * tiles[0] - 5, tile.tokens * (tiles[1] - 1) + 27
     check(device, scratch, quant, n, 256, tokens, tile)
 
 
@@ -424,7 +428,9 @@ def test_a_cluster_has_room_on_one_gpc(sm_count: int) -> None:
 
 
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize(("tile", "tokens"), [(WGMMA_128, 77), (WGMMA_128, 131), (WGMMA_256, 141)])
+@pytest.mark.parametrize(
+    ("tile", "tokens"), [(WGMMA_128, 77), (WGMMA_128, 131), (WGMMA_160, 150), (WGMMA_256, 141)]
+)
 def test_a_cluster_adds_up_to_the_bits_of_global_memory(
     device: Device,
     scratch: dict[str, object],
@@ -464,7 +470,7 @@ def test_quantised_types_go_by_wgmma_on_sm_90_alone() -> None:
     limit = 227 << 10
     for quant in QUANTISED:
         wide = tiles_of(90, quant, limit)
-        assert wide == (WGMMA_96 if quant.name == "Q6_K" else WGMMA_128, WGMMA_256)
+        assert wide == (WGMMA_96 if quant.name == "Q6_K" else WGMMA_128, WGMMA_160, WGMMA_256)
         for tile in wide:
             count = stages(quant, tile, limit)
             assert count >= 2
@@ -546,17 +552,22 @@ def test_a_weight_that_is_not_finite_reaches_its_own_row_alone(
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "Q5_0", "BF16", "F16"])
-@pytest.mark.parametrize("tokens", [3, 40])
+@pytest.mark.parametrize(("tokens", "tile"), [(3, None), (40, None), (20, WGMMA_160)], ids=str)
 def test_matrices_above_each_other_are_one_product(
-    device: Device, scratch: dict[str, object], name: str, tokens: int
+    device: Device, scratch: dict[str, object], name: str, tokens: int, tile: Tile | None
 ) -> None:
-    """q, k and v of a layer: 256, 128 and 72 rows, of which the last may end inside a tile."""
+    """q, k and v of a layer: 256, 128 and 72 rows, of which the last may end inside a tile, and
+    any inside one of 192."""
+    if tile:
+        needs_wgmma(device, tile)
+        if name in HALVES:
+            pytest.skip("wgmma is for records")
     quant, rng, k = by_name(name), np.random.default_rng(17), 256
     parts = [matrix(device, rng, quant, n, k) for n in (256, 128, 72)]
     (matrices,) = stack(with_one_peak(device, [w for w, _ in parts]))
     x = rng.standard_normal((tokens, k)).astype(np.float32)
     y = nan(device, tokens, 500)
-    matmul_f16(device, matrices, halved(device, x), y, column=20, **scratch)
+    matmul_f16(device, matrices, halved(device, x), y, column=20, tile=tile, **scratch)
     found = device.download(y)
     values = np.concatenate([w for _, w in parts]).astype(np.float64)
     error = np.abs(found[:, 20:476] - x.astype(np.float64) @ values.T)
@@ -582,7 +593,7 @@ def test_only_neighbours_that_one_launch_can_take_are_stacked(device: Device) ->
 @pytest.mark.parametrize(
     ("name", "tile"),
     [(name, NARROW) for name in ("Q4_K", "Q6_K", "Q8_0", "Q5_0", *HALVES)]
-    + [("Q4_K", WGMMA_128), ("Q6_K", WGMMA_96), ("Q6_K", WGMMA_256)],
+    + [("Q4_K", WGMMA_128), ("Q6_K", WGMMA_96), ("Q4_K", WGMMA_160), ("Q6_K", WGMMA_256)],
     ids=str,
 )
 def test_gate_and_up_in_one_launch_equal_float64(

@@ -23,9 +23,9 @@ _PREFILL_BLOCKS = 2  # an SM, aimed at; a block streams tiles of 64 keys through
 _PREFILL_KEYS = 256  # that a split takes at least
 _DECODE_KEYS = 128  # that a split takes at least: a tile of 16 for each of 8 warps
 _ALONE_KEYS = 256  # up to so many, two rounds of 8 warps cost less than adding up splits
-_CLUSTER_KEYS = 16  # both in one of few clusters, whose splits cost nothing to add up
+_CLUSTER_KEYS = 16  # both in a cluster, whose splits cost nothing to add up
 _LARGE_RING = (8, 2)  # warps of a decode's block, tiles of each under way: one block an SM
-_SMALL_RING = (4, 2)  # two blocks an SM
+_SMALL_RING = (8, 1)  # two blocks an SM
 _LARGE_CLUSTERS = 7  # of blocks with the large ring, that an H200 holds at once, of 16 SMs each
 
 
@@ -104,14 +104,8 @@ def plan(
     splits = DECODE_SPLITS if decode else max(1, splits)
     splits = splits if context > alone else 1
     if decode and DECODE_SPLITS <= cluster_limit:
-        least = _CLUSTER_KEYS
-        alone = _ALONE_KEYS if _crowded(row_tiles, kv_heads) else _CLUSTER_KEYS
+        least = alone = _CLUSTER_KEYS
     return Plan(kv_heads, head_dim, row_tiles, rows, splits, alone, least)
-
-
-def _crowded(row_tiles: int, kv_heads: int) -> bool:
-    """Whether clusters of large blocks, one a tile and kv head, would wait for one another."""
-    return row_tiles * kv_heads > _LARGE_CLUSTERS
 
 
 def scratch(
@@ -143,12 +137,13 @@ def _least_ring(head_dim: int) -> tuple[int, int]:
 
 
 def _ring(device: Device, how: Plan, kv: str) -> tuple[int, int]:
-    """8 warps where a decode's keys can be on their way before the wait and there is room for
-    them; in clusters so many that two blocks have to share an SM, 4."""
+    """8 warps, with two tiles each under way, where a decode's keys can be on their way before the
+    wait and there is room for them; with one in clusters so many that they would wait for one
+    another if two blocks did not share an SM."""
     least = _least_ring(how.head_dim)
     if how.rows == PREFILL_ROWS or kv != "__half":
         return least
-    if _cluster(device, how) > 1 and _crowded(how.row_tiles, how.kv_heads):
+    if _cluster(device, how) > 1 and how.row_tiles * how.kv_heads > _LARGE_CLUSTERS:
         return _SMALL_RING
     return _LARGE_RING if how.shared_bytes(*_LARGE_RING) <= device.shared_limit else least
 

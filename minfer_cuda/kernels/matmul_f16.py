@@ -21,7 +21,7 @@ from minfer_cuda.quants import HALVES, QuantType, by_name
 
 PARTIALS = matmul_few.PARTIALS  # most float32 elements of shared tiles' sums, too
 ARRIVALS = matmul_few.ARRIVALS  # most shared tiles, too
-ROWS = 128  # of a tile
+ROWS = 128  # what a row tile of any other matrix begins at
 SM90_SHARED = 227 << 10  # bytes that a block may have there
 _NEVER = 1 << 30  # a row tile past all
 _RESERVED = 1 << 10  # bytes of shared memory that the driver keeps of each block
@@ -35,6 +35,7 @@ class Cost:
     start_more: int  # and for each 8 tokens of a tile
     chunk: int  # of an SM for 128 values of K of a tile, where blocks have many,
     chunk_more: int  # and for each 8 tokens of it
+    write_more: int = 0  # of an SM to write a tile, for each 8 tokens
     # the same where blocks have one tile, as those of a wide tile may: of a launch, and for each 8
     # tokens; of a block where one, two, ... are on an SM, as a part of that of an SM
     alone_start: int = 0
@@ -44,9 +45,10 @@ class Cost:
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile of ROWS rows, and the kernel whose blocks multiply it."""
+    """A tile of rows by tokens, and the kernel whose blocks multiply it."""
 
     kernel: str  # with {} for the type and for the number of stages
+    rows: int
     tokens: int  # at most
     by: int  # tokens of a tile are a multiple of it
     threads: int
@@ -65,19 +67,24 @@ class Tile:
         return self.stem == "matmul_wgmma"
 
 
-_MMA, _WGMMA = "matmul_f16<{}, Tile<%s>, {}>", "matmul_wgmma<{}, %d, {}>"
-_TWO = Cost(19300, 1965, 1154, 49, 14000, 300, (1.16, 1.66))
-_ONE = Cost(12300, 1860, 1770, 56, 10000, 260, (0.8,))
-SQUARE = Tile(_MMA % "2, 2, 4, 8, 2, false", 128, 128, 128, 2, 128, Cost(14000, 0, 3850, 0))
-NARROW = Tile(_MMA % "4, 1, 2, 8, 3, true", 64, 8, 128, 3, 64, Cost(14000, 0, 1240, 137))
-WGMMA_96 = Tile(_WGMMA % 96, 96, 8, 256, 2, 64, _TWO)
-WGMMA_128 = Tile(_WGMMA % 128, 128, 8, 256, 2, 64, _TWO)
-WGMMA_256 = Tile(_WGMMA % 256, 256, 16, 256, 1, 128, _ONE)
+_MMA, _WGMMA = "matmul_f16<{}, Tile<%s>, {}>", "matmul_wgmma<{}, Wide<%d, %d>, {}>"
+_TWO = Cost(16400, 575, 1122, 21, 495, 12500, 670, (1.0, 1.85))
+_WIDER = Cost(19700, 820, 1700, 49, 640, 12500, 490, (1.01,))
+_ONE = Cost(15400, 465, 1756, 33, 345, 10950, 250, (0.89,))
+SQUARE = Tile(
+    _MMA % "2, 2, 4, 8, 2, false", 128, 128, 128, 128, 2, 128, Cost(14000, 0, 3850, 0)
+)
+NARROW = Tile(_MMA % "4, 1, 2, 8, 3, true", 128, 64, 8, 128, 3, 64, Cost(14000, 0, 1240, 137))
+WGMMA_96 = Tile(_WGMMA % (128, 96), 128, 96, 8, 256, 2, 64, _TWO)
+WGMMA_128 = Tile(_WGMMA % (128, 128), 128, 128, 8, 256, 2, 64, _TWO)
+WGMMA_160 = Tile(_WGMMA % (192, 160), 192, 160, 16, 384, 1, 80, _WIDER)
+WGMMA_256 = Tile(_WGMMA % (128, 256), 128, 256, 16, 256, 1, 128, _ONE)
 TILES = (NARROW, SQUARE)  # of every card and type
 _SHARE_CLOCKS = 25  # to add up another block's part of a tile, for each sum of a thread
 _SHARED_CHUNKS = 4  # fewest of a tile that one of the blocks that share it is worth
 _CLUSTER_CHUNKS = 2  # the same in a cluster
-_TWO_SCALES = 1.25  # of `chunk` of a wide tile, for types with a scale every 16 values
+_CLUSTER_NEURONS = 550  # for each 8 tokens, where a cluster's blocks add up gates and ups
+_TWO_SCALES = 1.35  # of `chunk` of a wide tile, for types with a scale every 16 values
 _GPCS = 8  # of a card of sm_90, at most; the blocks of a cluster are on one
 
 
@@ -88,7 +95,7 @@ def tiles_of(arch: int, quant: QuantType, shared_limit: int) -> tuple[Tile, ...]
     if arch != 90 or quant.name in HALVES:
         return TILES
     fits = stages(quant, WGMMA_128, shared_limit) >= 2
-    return (WGMMA_128 if fits else WGMMA_96, WGMMA_256)
+    return (WGMMA_128 if fits else WGMMA_96, WGMMA_160, WGMMA_256)
 
 
 def chunk_values(quant: QuantType) -> int:
@@ -103,11 +110,11 @@ def stage_bytes(quant: QuantType, tile: Tile) -> int:
     if tile.wide:
         return tokens
     if quant.name in HALVES:
-        return tokens + ROWS * chunk_values(quant) * 2
+        return tokens + tile.rows * chunk_values(quant) * 2
     chunks = record_cols(quant) // 128
     planes = 128 * (math.ceil(quant.bits_per_weight) - 1)  # 8 rows of a chunk
     strip = planes + record_bytes(quant) - chunks * planes
-    return tokens + ROWS // 8 * strip
+    return tokens + tile.rows // 8 * strip
 
 
 def record_bytes(quant: QuantType) -> int:
@@ -116,13 +123,14 @@ def record_bytes(quant: QuantType) -> int:
 
 
 def shared_bytes(quant: QuantType, tile: Tile, stage_count: int) -> int:
-    """Of a block: stages and two tables of scale pairs; of a wide tile a ring for each of 8 warps,
-    16 bytes a stage, a cursor and a word."""
+    """Of a block: stages and two tables of scale pairs; of a wide tile a ring for each warp, 16
+    bytes a stage, a cursor and a word."""
     pairs = 4 * 4 * scale_pairs(quant)  # bytes of a row
     of_stages = stage_count * stage_bytes(quant, tile)
     if tile.wide:
-        return of_stages + 8 * (4 * record_bytes(quant) + 16 * pairs + 64) + 16 * stage_count + 32
-    return of_stages + 2 * ROWS * pairs
+        ring = 4 * record_bytes(quant) + 16 * pairs + 64
+        return of_stages + tile.threads // 32 * ring + 16 * stage_count + 32
+    return of_stages + 2 * tile.rows * pairs
 
 
 def stages(quant: QuantType, tile: Tile, shared_limit: int) -> int:
@@ -170,19 +178,19 @@ def plan(
 
     `rows` of one matrix; a gated product has as many of the second.
     """
-    row_tiles = ceil_div(2 * padded(rows) if gated else rows, ROWS)
     chunks = ceil_div(cols, chunk_values(quant))
     ways: list[Plan] = []
     for tile in tiles:
         count = stages(quant, tile, shared_limit)
         if count < 2:
             continue
+        row_tiles = ceil_div(2 * padded(rows) if gated else rows, tile.rows)
         token_tiles = ceil_div(tokens, tile.tokens)
         each = tile.by * ceil_div(tokens, tile.by * token_tiles)
         none = Plan(tile, count, 0, 1, 0, token_tiles, each, chunks, 0, 0.0)
         ways.append(_in_waves(none, row_tiles * token_tiles, quant, sm_count))
         if tile.wide:
-            ways += _alone(none, row_tiles * token_tiles, quant, sm_count, cluster_limit)
+            ways += _alone(none, row_tiles * token_tiles, quant, sm_count, cluster_limit, gated)
     if not ways:
         raise KernelError(f"matmul_f16: {quant.name} needs more than {shared_limit} bytes a block")
     return min(ways, key=lambda way: way.clocks)
@@ -206,13 +214,14 @@ def _in_waves(of: Plan, count: int, quant: QuantType, sm_count: int) -> Plan:
     shares = 0 if count % blocks == 0 else min(blocks, units) / min(count, blocks)
     clocks = _chunk_clocks(of, quant) * max(1.0, units / sm_count)
     clocks += cost.start + cost.start_more * of.tokens_each / 8
-    clocks += shares * tile.sums * _SHARE_CLOCKS
+    clocks += count / sm_count * cost.write_more * of.tokens_each / 8
+    clocks += shares * tile.sums * _SHARE_CLOCKS * of.tokens_each / tile.tokens
     left = units - waves * grid * of.chunks
     return replace(of, grid=grid, waves=waves, units=left, clocks=clocks)
 
 
 def _alone(
-    of: Plan, count: int, quant: QuantType, sm_count: int, cluster_limit: int
+    of: Plan, count: int, quant: QuantType, sm_count: int, cluster_limit: int, gated: bool
 ) -> Iterator[Plan]:
     """Every block has one of `count` tiles, or a cluster of blocks has: as many as run at once, and
     no more than the largest GPC is sure to have room for."""
@@ -224,7 +233,8 @@ def _alone(
         if of_sm > tile.blocks:
             continue
         clocks = _chunk_clocks(of, quant) * of.chunks / cluster * cost.alone[of_sm - 1]
-        clocks += cost.alone_start + cost.alone_more * of.tokens_each / 8
+        more = cost.alone_more + (_CLUSTER_NEURONS if gated and cluster > 1 else 0)
+        clocks += cost.alone_start + more * of.tokens_each / 8
         yield replace(of, grid=count, cluster=cluster, waves=1, clocks=clocks)
 
 
