@@ -50,5 +50,6 @@ __device__ inline void quantize4(float4 v, int k, bool valid, int8_t* qs_row, Gr
 
 // silu(gate) * up, the one formula of the fused and the unfused path.
 __device__ inline float swiglu_value(float gate, float up) {
+    // within 2 ulp, and without the branch of a division that is rounded right, which many of them wait for
     return __fmul_rn(__fdividef(gate, __fadd_rn(1.0f, expf(-gate))), up);
 }
