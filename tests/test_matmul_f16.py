@@ -24,6 +24,7 @@ from minfer_cuda.kernels.matmul_f16 import (
     WGMMA_160,
     WGMMA_256,
     Tile,
+    clusters_at_once,
     gate_up_f16,
     halve,
     matmul_f16,
@@ -417,14 +418,21 @@ def test_a_cluster_shares_each_tile_where_there_are_fewer_tiles_than_blocks() ->
 
 
 @pytest.mark.parametrize("sm_count", [132, 114, 78, 16, 7])
-def test_a_cluster_has_room_on_one_gpc(sm_count: int) -> None:
-    """A card of sm_90 has eight GPCs at most: one of them has an eighth of the SMs or more."""
+def test_clusters_all_run_at_once(sm_count: int) -> None:
+    """On eight GPCs of an eighth of the SMs, of which one is smaller."""
     for quant in (by_name("Q4_K"), by_name("Q6_K")):
-        for rows, cols in ((128, 18944), (896, 4864), (3584, 3584), (3584, 18944), (29568, 8192)):
+        for rows, cols in ((128, 18944), (896, 4864), (1536, 8960), (2048, 1536), (3584, 18944)):
             for tile in tiles_of(90, quant, 227 << 10):
-                sizes = (rows, cols, 200, sm_count, 227 << 10)
+                sizes = (rows, cols, 128, sm_count, 227 << 10)
                 how = plan(quant, *sizes, tiles=(tile,), cluster_limit=16)
-                assert how.cluster == 1 or how.cluster <= sm_count // 8 * tile.blocks
+                of_gpc = [sm_count // 8 * tile.blocks] * 7 + [(sm_count // 8 - 2) * tile.blocks]
+                held = sum(max(0, blocks) // how.cluster for blocks in of_gpc)
+                assert how.cluster == 1 or held >= how.grid
+
+
+def test_an_h200_holds_seven_clusters_of_sixteen_sms() -> None:
+    assert clusters_at_once(WGMMA_160, 16, 132) == 7
+    assert clusters_at_once(WGMMA_128, 16, 132) == 15
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -551,8 +559,12 @@ def test_a_weight_that_is_not_finite_reaches_its_own_row_alone(
     assert np.all(np.delete(result, 4, axis=1) == 48.0)
 
 
-@pytest.mark.parametrize("name", ["Q4_K", "Q5_0", "BF16", "F16"])
-@pytest.mark.parametrize(("tokens", "tile"), [(3, None), (40, None), (20, WGMMA_160)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "tokens", "tile"),
+    [(name, tokens, None) for tokens in (3, 40) for name in ("Q4_K", "Q5_0", "BF16", "F16")]
+    + [("Q4_K", 20, WGMMA_160), ("Q5_0", 20, WGMMA_160)],
+    ids=str,
+)
 def test_matrices_above_each_other_are_one_product(
     device: Device, scratch: dict[str, object], name: str, tokens: int, tile: Tile | None
 ) -> None:
@@ -560,8 +572,6 @@ def test_matrices_above_each_other_are_one_product(
     any inside one of 192."""
     if tile:
         needs_wgmma(device, tile)
-        if name in HALVES:
-            pytest.skip("wgmma is for records")
     quant, rng, k = by_name(name), np.random.default_rng(17), 256
     parts = [matrix(device, rng, quant, n, k) for n in (256, 128, 72)]
     (matrices,) = stack(with_one_peak(device, [w for w, _ in parts]))

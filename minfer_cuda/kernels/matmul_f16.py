@@ -71,9 +71,7 @@ _MMA, _WGMMA = "matmul_f16<{}, Tile<%s>, {}>", "matmul_wgmma<{}, Wide<%d, %d>, {
 _TWO = Cost(16400, 575, 1122, 21, 495, 12500, 670, (1.0, 1.85))
 _WIDER = Cost(19700, 820, 1700, 49, 640, 12500, 490, (1.01,))
 _ONE = Cost(15400, 465, 1756, 33, 345, 10950, 250, (0.89,))
-SQUARE = Tile(
-    _MMA % "2, 2, 4, 8, 2, false", 128, 128, 128, 128, 2, 128, Cost(14000, 0, 3850, 0)
-)
+SQUARE = Tile(_MMA % "2, 2, 4, 8, 2, false", 128, 128, 128, 128, 2, 128, Cost(14000, 0, 3850, 0))
 NARROW = Tile(_MMA % "4, 1, 2, 8, 3, true", 128, 64, 8, 128, 3, 64, Cost(14000, 0, 1240, 137))
 WGMMA_96 = Tile(_WGMMA % (128, 96), 128, 96, 8, 256, 2, 64, _TWO)
 WGMMA_128 = Tile(_WGMMA % (128, 128), 128, 128, 8, 256, 2, 64, _TWO)
@@ -86,6 +84,7 @@ _CLUSTER_CHUNKS = 2  # the same in a cluster
 _CLUSTER_NEURONS = 550  # for each 8 tokens, where a cluster's blocks add up gates and ups
 _TWO_SCALES = 1.35  # of `chunk` of a wide tile, for types with a scale every 16 values
 _GPCS = 8  # of a card of sm_90, at most; the blocks of a cluster are on one
+_SMALL_GPC = 2  # SMs that one of them has less: an H200 holds seven clusters of 16 SMs, not eight
 
 
 @functools.cache
@@ -223,19 +222,27 @@ def _in_waves(of: Plan, count: int, quant: QuantType, sm_count: int) -> Plan:
 def _alone(
     of: Plan, count: int, quant: QuantType, sm_count: int, cluster_limit: int, gated: bool
 ) -> Iterator[Plan]:
-    """Every block has one of `count` tiles, or a cluster of blocks has: as many as run at once, and
-    no more than the largest GPC is sure to have room for."""
+    """Every block has one of `count` tiles, or a cluster of blocks has: as many as all run at
+    once."""
     tile, cost = of.tile, of.tile.cost
-    of_gpc = sm_count // _GPCS * tile.blocks // ceil_div(count, _GPCS)
-    most = min(of_gpc, of.chunks // _CLUSTER_CHUNKS, cluster_limit)
+    most = min(of.chunks // _CLUSTER_CHUNKS, cluster_limit)
     for cluster in range(1, max(1, most) + 1):
         of_sm = ceil_div(count * cluster, sm_count)
-        if of_sm > tile.blocks:
+        if of_sm > tile.blocks or (
+            cluster > 1 and clusters_at_once(tile, cluster, sm_count) < count
+        ):
             continue
         clocks = _chunk_clocks(of, quant) * of.chunks / cluster * cost.alone[of_sm - 1]
         more = cost.alone_more + (_CLUSTER_NEURONS if gated and cluster > 1 else 0)
         clocks += cost.alone_start + more * of.tokens_each / 8
         yield replace(of, grid=count, cluster=cluster, waves=1, clocks=clocks)
+
+
+def clusters_at_once(tile: Tile, cluster: int, sm_count: int) -> int:
+    """How many clusters of blocks a card of sm_90 is sure to run at once."""
+    sms = sm_count // _GPCS
+    small = max(0, sms - _SMALL_GPC)
+    return (_GPCS - 1) * (sms * tile.blocks // cluster) + small * tile.blocks // cluster
 
 
 def instance(quant: QuantType, tile: Tile, stage_count: int) -> str:
