@@ -36,8 +36,8 @@ class Cost:
     chunk: int  # of an SM for 128 values of K of a tile, where blocks have many,
     chunk_more: int  # and for each 8 tokens of it
     write_more: int = 0  # of an SM to write a tile, for each 8 tokens
-    # the same where blocks have one tile, as those of a wide tile may: of a launch, and for each 8
-    # tokens; of a block where one, two, ... are on an SM, as a part of that of an SM
+    # where blocks have one tile, as those of a wide tile may: of a launch, and for each 8 tokens;
+    # and of a chunk to a block where one, two, ... are on an SM, as a part of an SM's
     alone_start: int = 0
     alone_more: int = 0
     alone: tuple[float, ...] = ()
@@ -67,16 +67,19 @@ class Tile:
         return self.stem == "matmul_wgmma"
 
 
-_MMA, _WGMMA = "matmul_f16<{}, Tile<%s>, {}>", "matmul_wgmma<{}, Wide<%d, %d>, {}>"
+def _wide(rows: int, tokens: int, by: int, blocks: int, sums: int, cost: Cost) -> Tile:
+    kernel = f"matmul_wgmma<{{}}, Wide<{rows}, {tokens}>, {{}}>"
+    return Tile(kernel, rows, tokens, by, 2 * rows, blocks, sums, cost)
+
+
+_MMA = "matmul_f16<{}, Tile<%s>, {}>"
 _TWO = Cost(16400, 575, 1122, 21, 495, 12500, 670, (1.0, 1.85))
-_WIDER = Cost(19700, 820, 1700, 49, 640, 12500, 490, (1.01,))
-_ONE = Cost(15400, 465, 1756, 33, 345, 10950, 250, (0.89,))
 SQUARE = Tile(_MMA % "2, 2, 4, 8, 2, false", 128, 128, 128, 128, 2, 128, Cost(14000, 0, 3850, 0))
 NARROW = Tile(_MMA % "4, 1, 2, 8, 3, true", 128, 64, 8, 128, 3, 64, Cost(14000, 0, 1240, 137))
-WGMMA_96 = Tile(_WGMMA % (128, 96), 128, 96, 8, 256, 2, 64, _TWO)
-WGMMA_128 = Tile(_WGMMA % (128, 128), 128, 128, 8, 256, 2, 64, _TWO)
-WGMMA_160 = Tile(_WGMMA % (192, 160), 192, 160, 16, 384, 1, 80, _WIDER)
-WGMMA_256 = Tile(_WGMMA % (128, 256), 128, 256, 16, 256, 1, 128, _ONE)
+WGMMA_96 = _wide(128, 96, 8, 2, 64, _TWO)
+WGMMA_128 = _wide(128, 128, 8, 2, 64, _TWO)
+WGMMA_160 = _wide(192, 160, 16, 1, 80, Cost(19700, 820, 1700, 49, 640, 12500, 490, (1.01,)))
+WGMMA_256 = _wide(128, 256, 16, 1, 128, Cost(15400, 465, 1756, 33, 345, 10950, 250, (0.89,)))
 TILES = (NARROW, SQUARE)  # of every card and type
 _SHARE_CLOCKS = 25  # to add up another block's part of a tile, for each sum of a thread
 _SHARED_CHUNKS = 4  # fewest of a tile that one of the blocks that share it is worth
